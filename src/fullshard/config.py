@@ -1,0 +1,225 @@
+"""The recipe: every key, its unit, its default and its meaning. Imports neither torch nor transformers.
+
+``load_config(path, overrides)`` reads YAML, applies ``key=value`` overrides and returns a frozen ``RunConfig``, or raises
+one ConfigError that lists every problem at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fullshard.errors import ConfigError
+
+QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
+
+
+def parse_quantity(text: str) -> tuple[int, str]:
+    """``"64 rows"`` -> (64, "rows"); ``"65536 tokens"`` -> (65536, "tokens"). ValueError where the unit is missing."""
+    match = QUANTITY.match(text) if isinstance(text, str) else None
+    if not match or int(re.sub("[_,]", "", match.group(1))) < 1:
+        raise ValueError(f'needs a count of at least 1 and its unit, "64 rows" or "65536 tokens"; it is {text!r}')
+    return int(re.sub("[_,]", "", match.group(1))), match.group(2)
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    path: str = Field(description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files).")
+
+
+class DataSection(Section):
+    """The data, and how a row becomes tokens."""
+
+    train: str | list[str] = Field(description="Training file or files: .jsonl, .json or .txt.")
+    eval: str | float | None = Field(
+        default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
+    )
+    max_length: int = Field(default=1024, ge=4, description="Longest row in tokens.")
+    packing: bool = Field(default=False, description="Lay several rows into one sequence; they never see each other.")
+    columns: dict[str, str] | None = Field(
+        default=None, description="Which column plays which part: {question: user, answer: assistant} or {body: text}."
+    )
+    system: str | None = Field(default=None, description="System message for rows that have none.")
+    loss_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant", description="Supervised tokens: every assistant turn, the last one only, or everything."
+    )
+    too_long: Literal["stop", "drop", "cut"] = Field(
+        default="stop", description="Rows over max_length: stop with a message, drop the row, or cut its end."
+    )
+
+
+class LoraSection(Section):
+    """LoRA settings, used when method is lora."""
+
+    rank: int = Field(default=16, ge=1, description="Rank of the adapter matrices.")
+    alpha: float = Field(default=32.0, gt=0, description="Scale: the update is alpha / rank * B A.")
+    targets: str | list[str] = Field(
+        default="all-linear", description='Module names to adapt ("q_proj"), or "all-linear" (all but the head).'
+    )
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    epochs: float = Field(default=1.0, gt=0, description="Passes over the training rows.")
+    max_steps: int | None = Field(default=None, ge=1, description="Stop after this many steps even if rows are left.")
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="Peak learning rate. Default: 1e-4 for lora, 1e-5 for full."
+    )
+    global_batch: str = Field(default="32 rows", description='Documents per step: "64 rows" or "65536 tokens".')
+    micro_batch: str | None = Field(
+        default=None, description='Documents per rank and forward: "4 rows" or "4096 tokens". Default: the plan chooses.'
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="Compute dtype; masters are fp32. auto: bf16 where it is measured faster, else fp32."
+    )
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (betas 0.9, 0.999) or plain SGD.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, matrices only.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Learning rate after warmup.")
+    warmup: float = Field(default=0.05, ge=0, description="Warm-up: a share of all steps below 1, else a number of steps.")
+    clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
+    recompute: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Recompute activations in backward. auto: only where memory needs it."
+    )
+    eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations. Default: at each epoch's end.")
+    save_every: int | None = Field(default=None, ge=1, description="Steps between checkpoints. Default: at the end only.")
+    keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
+    seed: int = Field(default=0, ge=0, description="Seeds the row order, the adapter's start and dropout.")
+
+    @field_validator("global_batch", "micro_batch")
+    @classmethod
+    def _has_unit(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_quantity(value)
+        return value
+
+
+class RunConfig(Section):
+    """A whole recipe. Frozen: nothing writes to it after ``load_config``."""
+
+    model: ModelSection = Field(description="The base model.")
+    data: DataSection = Field(description="The data.")
+    method: Literal["full", "lora"] = Field(default="lora", description="Train all weights, or adapters on a frozen base.")
+    lora: LoraSection = Field(default_factory=LoraSection, description="LoRA settings.")
+    train: TrainSection = Field(default_factory=TrainSection, description="The training loop.")
+    engine: Literal["torch"] = Field(default="torch", description="Sharding engine: torch is PyTorch's fully_shard.")
+    output: str = Field(description="Run folder; must not exist yet.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> RunConfig:
+        if isinstance(self.data.eval, float) and not 0 < self.data.eval < 1:
+            raise ValueError(f"data.eval as a share must lie between 0 and 1; it is {self.data.eval}")
+        if self.method == "full" and "lora" in self.model_fields_set:
+            raise ValueError("the section lora is set but method is full; remove it or set method: lora")
+        return self
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate: the recipe's, else 1e-4 for LoRA and 1e-5 for full fine-tuning."""
+        return self.train.learning_rate or (1e-4 if self.method == "lora" else 1e-5)
+
+    @property
+    def train_files(self) -> list[str]:
+        """Training files as a list."""
+        return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
+
+
+def recipe_keys() -> list[str]:
+    """Every leaf key of the recipe in dotted form, in order."""
+    keys = []
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys += [f"{name}.{inner}" for inner in kind.model_fields]
+        else:
+            keys.append(name)
+    return keys
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The recipe's JSON schema, for editors."""
+    return RunConfig.model_json_schema()
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config.
+
+    Relative paths inside a recipe are taken from the folder in which the command runs. Raises ConfigError with every
+    problem found, each with its key, what was given and what fits.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not readable YAML: {error}", "See examples/ for complete recipes.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no keys.", "See examples/ for complete recipes.")
+    for override in overrides:
+        _apply_override(values, override)
+    return config_from_dict(values, str(path))
+
+
+def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfig:
+    """Check a nested dict and return the frozen config, or raise ConfigError listing every problem."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{origin}: {count}\n{lines}", "All keys with their meaning: fullshard train --schema") from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{override!r} is not an override.", "Write key=value, for example train.epochs=3")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"The value in {override!r} is not readable YAML.", "Quote it: 'key=\"value\"'") from None
+    parts = key.split(".")
+    place = values
+    for part in parts[:-1]:
+        inner = place.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = place[part] = {}
+        place = inner
+    place[parts[-1]] = value
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    place = [str(part) for part in problem["loc"] if str(part) not in ("str", "float", "list[str]")]
+    key = ".".join(place) or "recipe"
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        leaf_names = recipe_keys()
+        nearest = difflib.get_close_matches(key, leaf_names, 1, 0.6)
+        if not nearest:
+            nearest = [name for name in leaf_names if name.split(".")[-1] == place[-1]][:1]
+        if not nearest:
+            by_leaf = {name.split(".")[-1]: name for name in leaf_names}
+            nearest = [by_leaf[leaf] for leaf in difflib.get_close_matches(place[-1], by_leaf, 1, 0.6)]
+        suggestion = f"; did you mean {nearest[0]}?" if nearest else ""
+        return f"unknown key {key}{suggestion}"
+    if kind == "missing":
+        return f"{key} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if kind == "value_error" or key == "recipe":
+        return message if key == "recipe" else f"{key}: {message}"
+    return f"{key}: {message}; it is {problem['input']!r}"

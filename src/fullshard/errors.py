@@ -1,0 +1,49 @@
+"""Errors that users meet. Each carries what was given, what fits, and the next command to type."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A problem the user can solve. ``message`` says what was given and what fits; ``hint`` is the next step."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class ConfigError(UserError):
+    """The recipe or an override is wrong, or asks for something this machine or engine cannot honour."""
+
+
+class DataError(UserError):
+    """The data cannot be used as it is."""
+
+
+class ModelError(UserError):
+    """The model folder is incomplete, or the model is of a kind that cannot be trained here."""
+
+
+class PlanError(UserError):
+    """The job does not fit."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete or does not belong to this run."""
+
+
+class MergeError(UserError):
+    """The merged folder could not be made or could not be proven equal to the training state."""
+
+
+class TrainError(UserError):
+    """Training had to stop (a rank failed, a value is not finite)."""
+
+
+ERROR_TYPES = {
+    error.__name__: error
+    for error in (UserError, ConfigError, DataError, ModelError, PlanError, CheckpointError, MergeError, TrainError)
+}

@@ -1,0 +1,79 @@
+"""Names inside a run folder. Every file a run writes is named here and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError, ConfigError
+
+SCHEMA_VERSION = 1
+
+RECIPE = "recipe.yaml"
+CONFIG = "config.json"
+PLAN = "plan.json"
+ENVIRONMENT = "environment.json"
+DATA = "data.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+MERGED = "merged"
+PREPARED = "prepared"  # tokenised data, one sub-folder a split
+ERRORS = "errors"  # one file per rank that failed
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON to ``path`` whole or not at all (temporary name, fsync, rename)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """The folder of the checkpoint made after optimizer step ``step``."""
+    return run / CHECKPOINTS / f"step_{step:06d}"
+
+
+def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """All published checkpoints of a run as (step, folder), oldest first. Unfinished ones have other names."""
+    found = []
+    if (run / CHECKPOINTS).is_dir():
+        for path in (run / CHECKPOINTS).iterdir():
+            match = re.fullmatch(r"step_(\d+)", path.name)
+            if match and path.is_dir():
+                found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
+    """The newest checkpoint of ``run``, or that of ``step``. Raises CheckpointError when there is none."""
+    found = list_checkpoints(run)
+    if not found:
+        raise CheckpointError(f"{run} has no finished checkpoint.", f"Train first: fullshard train {run / RECIPE}")
+    if step is None:
+        return found[-1]
+    for number, path in found:
+        if number == step:
+            return number, path
+    steps = ", ".join(str(number) for number, _ in found)
+    raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these steps.")
+
+
+def require_run(run: Path) -> Path:
+    """Return ``run`` if it is a run folder, else raise ConfigError."""
+    if not (run / CONFIG).is_file():
+        raise ConfigError(
+            f"{run} is not a run folder: {CONFIG} is missing.", "A run folder is made by: fullshard train RECIPE"
+        )
+    return run

@@ -1,0 +1,62 @@
+"""fullshard: fine-tune transformer language models with fully sharded data parallelism.
+
+The Python API is the same that the command line calls. Every name is imported on first use, so that ``import fullshard``
+costs nothing and loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.config import load_config
+    from fullshard.data.prepared import prepare as prepare_data
+    from fullshard.errors import UserError
+    from fullshard.evaluate import evaluate_run
+    from fullshard.infer.generate import generate_text
+    from fullshard.launch import resume_run, train_run
+    from fullshard.merge.job import merge_run
+    from fullshard.planning.search import make_plan
+
+_PLACES = {
+    "UserError": ("fullshard.errors", "UserError"),
+    "load_config": ("fullshard.config", "load_config"),
+    "make_plan": ("fullshard.planning.search", "make_plan"),
+    "prepare_data": ("fullshard.data.prepared", "prepare"),
+    "train_run": ("fullshard.launch", "train_run"),
+    "resume_run": ("fullshard.launch", "resume_run"),
+    "merge_run": ("fullshard.merge.job", "merge_run"),
+    "generate_text": ("fullshard.infer.generate", "generate_text"),
+    "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
+}
+
+__all__ = [
+    "UserError",
+    "__version__",
+    "evaluate_run",
+    "generate_text",
+    "load_config",
+    "make_plan",
+    "merge_run",
+    "prepare_data",
+    "resume_run",
+    "train_run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API on first use. AttributeError for every other name."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fullshard")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    """The names of the API."""
+    return sorted(__all__)

@@ -1,0 +1,285 @@
+"""The command line: parse, call the Python API, print. Imports neither torch nor transformers itself.
+
+Exit codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+import fullshard
+from fullshard.errors import UserError
+
+MORE = "More"
+
+app = typer.Typer(
+    help="Plan, train, merge and judge fine-tuned language models.",
+    epilog="Start: fullshard quickstart. Your own job: fullshard init MODEL DATA. Each verb has --help.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: train.epochs=3", show_default=False),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A Hugging Face model folder, for example a merged one.", show_default=False),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of ranks. Default: one per accelerator, else 2.", show_default=False),
+]
+Step = Annotated[
+    int | None, typer.Option(min=1, help="Checkpoint of this step. Default: the newest.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from fullshard.config import recipe_schema
+
+        _print_json(recipe_schema())
+        raise typer.Exit
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fullshard {fullshard.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    pass
+
+
+@app.command()
+def plan(
+    recipe: Recipe, overrides: Overrides = None, ranks: Ranks = None, json_output: Json = False, debug: Debug = False
+) -> None:
+    """Say what a recipe needs before it runs: memory by cause, batches, time. Exit code 2 where it does not fit."""
+    result = fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), ranks=ranks)
+    _print_json(result) if json_output else print(result.to_text())
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    json_output: Json = False,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the recipe's JSON schema.", is_eager=True, callback=_print_schema),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train a recipe, sharded over ranks that this command starts itself (or under torchrun, its ranks)."""
+    config = fullshard.load_config(recipe, overrides or ())
+    _print_trained(fullshard.train_run(config, ranks=ranks, debug=debug, quiet=json_output), json_output)
+
+
+@app.command()
+def merge(
+    run: Run,
+    output: Annotated[str | None, typer.Option(help="The new folder. Default: RUN/merged.", show_default=False)] = None,
+    step: Step = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: the base model's.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a merged folder that exists.")] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a run's model as an ordinary Hugging Face folder, and prove that it answers as the trained state."""
+    result = fullshard.merge_run(run, output=output, step=step, dtype=dtype, overwrite=overwrite)
+    if json_output:
+        _print_json(result)
+        return
+    print(result.line)
+    print(f"Next: fullshard chat {result.folder}")
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    debug: Debug = False,
+) -> None:
+    """Talk to a model in the terminal. An empty line or Ctrl-D ends it."""
+    from fullshard.infer.chat import start_chat
+
+    start_chat(model, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Held-out rows, a .jsonl file.", show_default=False)],
+    base: Annotated[str | None, typer.Option(help="The model before training.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a model on held-out rows: loss and exact match, next to the base model where --base names it."""
+    result = fullshard.evaluate_run(model, data, base=base, limit=limit, max_new_tokens=max_new_tokens)
+    _print_json(result) if json_output else print(result.to_text())
+
+
+@app.command(rich_help_panel=MORE)
+def init(
+    model: Model,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Your data: .jsonl, .json or .txt.", show_default=False)],
+    output: Annotated[str, typer.Option(help="The recipe to write.")] = "recipe.yaml",
+    debug: Debug = False,
+) -> None:
+    """Propose a recipe for a model and a data file."""
+    from fullshard.recipe_init import write_recipe
+
+    print(write_recipe(model, data, output))
+
+
+@app.command(rich_help_panel=MORE)
+def prepare(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    output: Annotated[
+        str | None, typer.Option(help="Keep the prepared rows here. Default: keep nothing.", show_default=False)
+    ] = None,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
+    result = fullshard.prepare_data(fullshard.load_config(recipe, overrides or ()), output)
+    _print_json(result) if json_output else print(result)
+
+
+@app.command(rich_help_panel=MORE)
+def resume(run: Run, ranks: Ranks = None, step: Step = None, debug: Debug = False) -> None:
+    """Continue an interrupted run from its newest checkpoint, on any number of ranks."""
+    _print_trained(fullshard.resume_run(run, ranks=ranks, step=step), False)
+
+
+@app.command(rich_help_panel=MORE)
+def doctor(json_output: Json = False, debug: Debug = False) -> None:
+    """Check this machine: accelerators, memory, disk, versions."""
+    from fullshard.doctor import check_machine
+
+    result = check_machine()
+    _print_json(result) if json_output else print(result.to_text())
+
+
+@app.command(rich_help_panel=MORE)
+def generate(
+    model: Model,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.", show_default=False)],
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 16,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Answer prompts with a model."""
+    answers = fullshard.generate_text(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size,
+        system=system,
+    )
+    if json_output:
+        _print_json([{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)])
+    else:
+        print("\n".join(answers))
+
+
+@app.command(rich_help_panel=MORE)
+def quickstart(
+    model: Annotated[
+        str | None, typer.Option(help="Your own model folder instead of SmolLM2-135M.", show_default=False)
+    ] = None,
+    ranks: Ranks = None,
+    debug: Debug = False,
+) -> None:
+    """The main job in minutes: plan, train, merge, and compare answers before and after."""
+    from fullshard.quickstart import run_quickstart
+
+    run_quickstart(model=model, ranks=ranks)
+
+
+def _print_trained(result: Any, json_output: bool) -> None:
+    if json_output:
+        _print_json(result)
+        return
+    print(f"Next: fullshard merge {result.run}")
+
+
+def _print_json(value: Any) -> None:
+    if hasattr(value, "to_json"):
+        value = value.to_json()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _report(problem: UserError) -> None:
+    print(f"Error: {problem.message}", file=sys.stderr)
+    if problem.hint:
+        print(f"  -> {problem.hint}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code: 0, 1 (unexpected), 2 (the user's to solve) or 130 (Ctrl-C).
+
+    A UserError becomes its message and hint on stderr. Other exceptions become one line. ``--debug`` shows tracebacks.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    debug = "--debug" in arguments
+    code = 1
+    try:
+        typer.main.get_command(app).main(args=arguments, prog_name="fullshard")
+        code = 0
+    except UserError as problem:
+        if debug:
+            traceback.print_exc()
+        _report(problem)
+        code = 2
+    except OSError as problem:
+        if debug:
+            traceback.print_exc()
+        if problem.filename is None:
+            print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
+        else:
+            _report(UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights."))
+            code = 2
+    except Exception as problem:
+        if debug:
+            traceback.print_exc()
+        print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
+    sys.exit(code)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-WORDS = (
+WORD_TEXT = (
     "red blue green one two three four five six seven sun moon star sky sea tree leaf root stone sand wind rain snow "
     "fire ice cat dog bird fish horse cow sheep goat wolf bear lion ship boat road bridge house door wall roof bread "
     "milk salt corn rice bean apple pear plum fig nut rose"
-).split()
+)
+WORDS = WORD_TEXT.split()
 VOCABULARY = SPECIAL_TOKENS + WORDS  # 64 tokens; the id is the place in this list
 IDS = {token: number for number, token in enumerate(VOCABULARY)}
 PAD, BOS, EOS, UNK, USER, ASSISTANT, SYSTEM, END = range(8)

@@ -1,0 +1,64 @@
+"""From row ids to the tensors of one forward. B = sequences, S = tokens of the longest sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.data.prepared import PreparedData
+
+IGNORED = -100  # label of a position that has no target
+FILL_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank. All tensors are int64 of shape (B, S)."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor  # already shifted: the id at t+1 where that position is supervised and of the same row
+    position_ids: torch.Tensor  # restart at 0 in each row; 0 on pads
+    attention_mask: torch.Tensor  # 1 on real tokens, 0 on pads
+    document_ids: torch.Tensor  # 0, 1, ... for the rows of a sequence; -1 on pads
+    rows: tuple[int, ...]  # row ids in order; empty for a fill batch
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on ``device``."""
+        names = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
+        return Batch(**{name: getattr(self, name).to(device) for name in names}, rows=self.rows)
+
+
+def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
+    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id``.
+
+    What is padding is known by length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch,
+    the first tokens (at most 8) of row 0 with every label -100.
+    """
+    is_fill = not sequences
+    if is_fill:
+        ids, supervised = data.row(0)
+        content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
+    else:
+        content = [[data.row(row) for row in sequence] for sequence in sequences]
+    size = max(sum(len(ids) for ids, _ in rows) for rows in content)
+    shape = (len(content), size)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    labels = torch.full(shape, IGNORED, dtype=torch.int64)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    document_ids = torch.full(shape, -1, dtype=torch.int64)
+    for place, rows in enumerate(content):
+        start = 0
+        for number, (ids, supervised) in enumerate(rows):
+            stop = start + len(ids)
+            tokens = torch.tensor(ids, dtype=torch.int64)  # copies out of the memory map
+            targets = torch.tensor(supervised[1:], dtype=torch.bool)
+            input_ids[place, start:stop] = tokens
+            labels[place, start : stop - 1] = torch.where(targets, tokens[1:], IGNORED)
+            position_ids[place, start:stop] = torch.arange(len(ids))
+            attention_mask[place, start:stop] = 1
+            document_ids[place, start:stop] = number
+            start = stop
+    rows = () if is_fill else tuple(row for sequence in sequences for row in sequence)
+    return Batch(input_ids, labels, position_ids, attention_mask, document_ids, rows)

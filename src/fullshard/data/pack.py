@@ -1,0 +1,116 @@
+"""Which rows make an optimizer step (windows), and how a window lies on ranks and micro-batches (lay_out).
+
+No torch here. A window depends on the data, the seed, the epoch and the global batch only; ranks, micro-batches and
+packing only lay it out, so that every layout has the same loss.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version.
+
+    Rows are sorted by a 64-bit hash of (seed, epoch, row): splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
+    pseudorandom number generators").
+    """
+    start = _splitmix64(np.array([seed], dtype=np.uint64))
+    start = _splitmix64(start ^ np.uint64(epoch))
+    keys = _splitmix64(start ^ _splitmix64(np.arange(num_rows, dtype=np.uint64)))
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def windows(lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str]) -> list[np.ndarray]:
+    """The row ids (int64) of each optimizer step of ``epoch``, in order; each row is in exactly one window.
+
+    ``lengths``: tokens of each row. ``quantity``: (64, "rows") takes 64 rows a step; (65536, "tokens") takes rows until
+    the next one would exceed the count, and at least one. The last window may be smaller.
+    """
+    count, unit = quantity
+    order = shuffle(len(lengths), seed, epoch)
+    if unit == "rows":
+        return [order[start : start + count] for start in range(0, len(order), count)]
+    assert unit == "tokens", unit
+    found, start, filled = [], 0, 0
+    for place, row in enumerate(order):
+        length = int(lengths[row])
+        if place > start and filled + length > count:
+            found.append(order[start:place])
+            start, filled = place, 0
+        filled += length
+    if start < len(order):
+        found.append(order[start:])
+    return found
+
+
+def lay_out(
+    window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: tuple[int, str], packing: bool, max_length: int
+) -> list[list[list[list[int]]]]:
+    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids.
+
+    Every row is in exactly one sequence and stays whole. Every rank has the same number of micro-batches; an empty list
+    of sequences stands for a fill batch of weight zero. With ``packing`` a sequence holds rows of together at most
+    ``max_length`` tokens, else one row. ``micro`` limits the sequences of a rank's micro-batch: (4, "rows") to 4
+    sequences, (4096, "tokens") to a padded area (sequences x longest) of 4096, but at least one sequence. Sequences of
+    similar length lie together, micro-batches of similar area side by side on the ranks.
+    """
+    sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
+    sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
+    sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))
+    count, unit = micro
+    if unit == "rows":  # as even as the number of cells allows
+        num_cells = -(-len(sequences) // count)
+        num_cells = -(-num_cells // num_ranks) * num_ranks
+        count = -(-len(sequences) // num_cells)
+    cells: list[list[list[int]]] = []
+    for sequence in sequences:
+        if cells:
+            filled = len(cells[-1]) + 1
+            area = filled if unit == "rows" else filled * sizes[cells[-1][0][0]]
+            if area <= count:
+                cells[-1].append(sequence)
+                continue
+        cells.append([sequence])
+
+    def area_of(cell: list[list[int]]) -> int:
+        return len(cell) * sizes[cell[0][0]]
+
+    while len(cells) % num_ranks and any(len(cell) > 1 for cell in cells):  # rather split a cell than idle a rank
+        largest = max((cell for cell in cells if len(cell) > 1), key=area_of)
+        cells.remove(largest)
+        half = len(largest) // 2
+        cells += [largest[:half], largest[half:]]
+    cells.sort(key=lambda cell: (-area_of(cell), cell[0][0]))
+    cells += [[] for _ in range(-len(cells) % num_ranks)]
+    return [cells[start : start + num_ranks] for start in range(0, len(cells), num_ranks)]
+
+
+def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
+    """First-fit decreasing into sequences of at most ``max_length`` tokens; at least one sequence a rank if possible."""
+    rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
+    assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
+    total = sum(int(lengths[row]) for row in rows)
+    if rows and total < num_ranks * max_length:  # a small window: spread it over the ranks
+        max_length = max(int(lengths[rows[0]]), -(-total // num_ranks))
+    sequences: list[list[int]] = []
+    room: list[int] = []
+    for row in rows:
+        length = int(lengths[row])
+        for place, left in enumerate(room):
+            if length <= left:
+                sequences[place].append(row)
+                room[place] -= length
+                break
+        else:
+            sequences.append([row])
+            room.append(max_length - length)
+    return sequences
+
+
+def _splitmix64(values: np.ndarray) -> np.ndarray:
+    """One splitmix64 step on uint64 values (wraps around by design)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,159 @@
+"""Memory of one rank as closed formulas, by cause. Bytes throughout; N parameters, W ranks, c bytes of the compute dtype.
+
+States (N full, A adapter parameters): masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0); LoRA keeps the frozen base in the
+compute dtype, cN/W, and the adapters whole on every rank, 4A + 4A + 8A. Transients, with U the largest unit that is
+gathered at once (embedding, block or head): gathered 2cU (the one in use and the one on its way), 4U on the fp32 wire of
+the reduction; several micro-batches keep whole fp32 gradients, 4N (the torch engine reduces once a step). Checked against
+the traced fully_shard figures for an 8B model on 64 ranks: (2c + 4)U beside the states and the activations.
+
+Activations of one block per token, what autograd keeps with fused attention (h width, a heads x head size, f MLP width,
+n features of all norms: 2h in Llama):
+    c (2h + n + 4a + mf) + 4n
+the two inputs of the products (h, h), the norms' normalised form and their fp32 input (LayerNorm: only its input), the
+attention's query, output, keys and values (repeated for every head), and m tensors of the MLP: 4 with a gate, 2 with one
+fused activation, 7 with one written in Python. bf16 LoRA adds an fp32 copy of each adapted layer's input; eager attention
+12 bytes x heads x longest row. Within 10 % of what autograd keeps in llama, qwen3 and gpt2 (tests/unit/planning), above
+it for LoRA. With recomputation every block keeps its input, ch, and one block at a time is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullshard.planning.shape import ModelShape
+
+CPU_PROCESS_BYTES = 450_000_000  # torch + transformers + peft + gloo, anonymous, after the first step
+DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
+SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
+LOGITS_CHUNK_TOKENS = 1024  # supervised positions that the loss handles at once
+LOAD_SPARE_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """What besides the model decides a rank's memory."""
+
+    method: str  # full | lora
+    optimizer: str  # adamw | sgd
+    num_ranks: int
+    compute_bytes: int  # 4 fp32, 2 bf16
+    micro_tokens: int  # padded area, rows x longest, of one micro-batch on one rank
+    longest: int  # tokens of the longest row
+    recompute: bool
+    accumulates: bool  # more than one micro-batch a step
+    adapters: int  # adapter parameters, 0 for full
+    adapted_inputs: int  # input features of a block's adapted layers, 0 for full
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cause of memory use. ``when``: always | backward | step (the optimizer's)."""
+
+    cause: str
+    bytes: int
+    formula: str
+    when: str
+
+
+def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
+    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: features, LoRA only."""
+    features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
+    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
+    if not shape.fused_norms:
+        total += 4 * shape.norm_width
+    if compute_bytes == 2:
+        total += 4 * adapted_inputs
+    if shape.eager_attention:
+        total += 12 * shape.num_heads * longest
+    return total
+
+
+def largest_unit(shape: ModelShape) -> int:
+    """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
+    return max(shape.block, shape.embedding + shape.head) if shape.tied else max(shape.block, shape.embedding, shape.head)
+
+
+def gathered_parameters(shape: ModelShape) -> int:
+    """Most parameters gathered at once: two of the largest unit, or the one held through the step and two blocks."""
+    held = shape.embedding + shape.head if shape.tied else shape.head
+    return max(2 * largest_unit(shape), held + 2 * shape.block)
+
+
+def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
+    """A rank's memory in training, by cause. Zero causes are left out."""
+    size, ranks, compute = shape.parameters, job.num_ranks, job.compute_bytes
+    trained = size if job.method == "full" else 0
+    states = 8 if job.optimizer == "adamw" else 0
+    baseline = CPU_PROCESS_BYTES if job.on_cpu else DEVICE_CONTEXT_BYTES
+    lines = [Line("libraries" if job.on_cpu else "device context", baseline, "fixed", "always")]
+    if job.method == "full":
+        lines += [
+            Line("fp32 masters", _share(4 * size, ranks), f"4 x {size:,} / {ranks}", "always"),
+            Line("fp32 gradients", _share(4 * size, ranks), f"4 x {size:,} / {ranks}", "always"),
+            Line("optimizer state", _share(states * size, ranks), f"{states} x {size:,} / {ranks}", "always"),
+        ]
+    else:
+        adapters = job.adapters
+        lines += [
+            Line("frozen base", _share(compute * size, ranks), f"{compute} x {size:,} / {ranks}", "always"),
+            Line("adapters", (8 + states) * adapters, f"(4 + 4 + {states}) x {adapters:,}, on every rank", "always"),
+        ]
+    gathered = gathered_parameters(shape)
+    lines.append(Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"))
+    if trained and job.accumulates:
+        lines.append(Line("kept gradients", 4 * size, f"4 x {size:,}, more than one micro-batch", "backward"))
+    if trained:
+        unit = largest_unit(shape)
+        lines.append(Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"))
+    lines += _activation_lines(shape, job)
+    in_backward = sum(line.bytes for line in lines if line.when == "backward")
+    lines.append(Line("allocator slack", int(SLACK * in_backward), f"{SLACK:.0%} of the passing causes", "backward"))
+    moved = _share(4 * trained, ranks) if trained else 4 * job.adapters
+    if job.optimizer == "adamw":
+        lines.append(Line("optimizer temporary", moved, "4 x trained parameters of this rank", "step"))
+    return [line for line in lines if line.bytes]
+
+
+def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
+    per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
+    tokens, layers = job.micro_tokens, shape.num_layers
+    if job.recompute:
+        inputs = job.compute_bytes * shape.hidden_size
+        activations = tokens * (layers * inputs + per_token)
+        formula = f"{tokens:,} tokens x ({layers} x {inputs:,} + {per_token:,})"
+    else:
+        activations = tokens * layers * per_token
+        formula = f"{tokens:,} tokens x {layers} blocks x {per_token:,}"
+    mask = (1 + job.compute_bytes) * tokens * job.longest
+    chunk = min(LOGITS_CHUNK_TOKENS, tokens)
+    logits = chunk * shape.vocab_size * (job.compute_bytes + 8)
+    return [
+        Line("activations", activations, formula, "backward"),
+        Line("attention mask", mask, f"{1 + job.compute_bytes} x {tokens:,} x {job.longest:,}", "backward"),
+        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {job.compute_bytes + 8}", "backward"),
+    ]
+
+
+def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
+    """Peak bytes of one rank at each moment: load, train, eval, save and merge (merge runs in one process)."""
+    lines = memory_lines(shape, job)
+    at = {when: sum(line.bytes for line in lines if line.when == when) for when in ("always", "backward", "step")}
+    baseline = lines[0].bytes
+    stored = 4 if job.method == "full" else job.compute_bytes
+    base = baseline + _share(stored * shape.parameters, job.num_ranks)
+    per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
+    logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
+    passing = job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits
+    return {
+        "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
+        "train": at["always"] + max(at["backward"], at["step"]),
+        "eval": at["always"] + passing,
+        "save": at["always"] + _share(4 * shape.largest_tensor, job.num_ranks),
+        "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
+    }
+
+
+def _share(count: int, ranks: int) -> int:
+    """``count / ranks`` rounded up."""
+    return -(-count // ranks)

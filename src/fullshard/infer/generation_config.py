@@ -1,0 +1,87 @@
+"""Generation configs: where a model stops, and mending those that transformers refuses to save.
+
+``check_generation_config(folder)`` is for the start of a run; the merge writes what ``mended`` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fullshard.run_folder import read_json
+
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAMS_ONLY = ("early_stopping", "length_penalty")
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
+
+
+def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
+    """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
+    ids: list[int] = []
+    for group in groups:
+        ids += [group] if isinstance(group, int) else list(group or ())
+    return list(dict.fromkeys(ids))
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The model folder's generation config as a dict; empty where it has none."""
+    path = folder / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
+
+
+def stop_ids(folder: Path) -> list[int]:
+    """Ids that end an answer: those of the generation config, else those of config.json; possibly none."""
+    from_generation = union_of_ids(read_generation_config(folder).get("eos_token_id"))
+    return from_generation or union_of_ids(read_json(folder / "config.json").get("eos_token_id"))
+
+
+def check_generation_config(folder: Path) -> list[str]:
+    """What ``mended`` would change in this folder's generation config, one line each; empty where it is fine."""
+    return mended(read_generation_config(folder))[1]
+
+
+def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A generation config that transformers accepts, and one line for each change.
+
+    Greedy configs lose their sampling settings, which had no effect; what still is refused is reduced to its token ids.
+    """
+    problem = _problem(values)
+    if problem is None:
+        return dict(values), []
+    result, notes = dict(values), []
+    idle = () if result.get("do_sample") else SAMPLING_ONLY
+    idle += () if (result.get("num_beams") or 1) > 1 else BEAMS_ONLY
+    for key in idle:
+        alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
+        if key in result and _problem(alone):
+            kind = "greedy, do_sample is off" if key in SAMPLING_ONLY else "one beam"
+            value = result.pop(key)
+            notes.append(
+                f"generation config: {key} {value} has no effect ({kind}) and transformers refuses to save it; removed"
+            )
+    problem = _problem(result)
+    if problem is not None:
+        dropped = [key for key in result if key not in TOKEN_KEYS]
+        result = {key: result[key] for key in TOKEN_KEYS if key in result}
+        notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
+    return result, notes
+
+
+def _problem(values: dict[str, Any]) -> str | None:
+    """Why transformers would refuse to save ``values``, or None."""
+    from transformers import GenerationConfig
+
+    logger = logging.getLogger("transformers.generation.configuration_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        GenerationConfig.from_dict(values).validate(strict=True)
+    except (ValueError, TypeError) as error:
+        lines = [line.strip("- ") for line in str(error).splitlines() if line.strip()]
+        return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+    finally:
+        logger.setLevel(level)
+    return None

@@ -1,0 +1,232 @@
+"""The merge: run folder -> an ordinary Hugging Face folder, proven before it is published."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.format import hash_file
+from fullshard.errors import MergeError
+from fullshard.merge.adapter import AdapterSet, read_adapters
+from fullshard.merge.names import ModelNames
+from fullshard.merge.outputs import plan_outputs
+from fullshard.merge.proof import Proof, prove
+from fullshard.merge.readers.own import OwnCheckpoint
+from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
+from fullshard.merge.writer import SHARD_BYTES, OutputTensor, write_weights
+from fullshard.model.load import WeightFiles
+from fullshard.run_folder import CONFIG, DATA, MERGED, PLAN, newest_checkpoint, read_json, require_run, write_json
+
+MERGE_FACTS = "merge.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Progress = Callable[[str], None]
+"""Called with what the merge is doing."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """A published merge. ``line`` is the proof; ``lines`` is all there is to print."""
+
+    folder: Path
+    step: int
+    line: str
+    lines: tuple[str, ...]
+    max_difference: float  # logits, stored weights against training state
+    relative_difference: float  # max_difference / range of the training state's logits
+    same_top: int  # positions with the same most likely token, of num_positions
+    num_positions: int
+    mean_kl: float  # nats a position
+    seconds: float
+
+
+def merge_run(
+    run: str | Path,
+    output: str | Path | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> MergeResult:
+    """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged).
+
+    ``dtype`` ("fp32", "bf16", "fp16") replaces the base's own. The folder appears whole and proven, or not at all.
+    Raises MergeError (it exists, cannot be written, does not fit on the disk, adapters never moved, the proof failed),
+    CheckpointError, ConfigError or ModelError.
+    """
+    started = time.monotonic()
+    say = progress or (lambda text: None)
+    if dtype is not None and dtype not in DTYPES:
+        raise MergeError(f"dtype {dtype!r} is unknown.", f"One of: {', '.join(DTYPES)}")
+    run = require_run(Path(run))
+    step, folder = newest_checkpoint(run, step)
+    output = Path(output) if output is not None else run / MERGED
+    checkpoint = OwnCheckpoint(folder)
+    base = Path(checkpoint.manifest.base_model)
+    _check_output(output, base, overwrite)
+    if not base.is_dir():
+        raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
+    tokens, logits = checkpoint.proof()
+    say("checking the checkpoint")
+    input_hashes = checkpoint.check_hashes()
+    files, names = WeightFiles(base), ModelNames(base)
+    adapters = read_adapters(checkpoint, names) if checkpoint.manifest.method == "lora" else None
+    outputs = plan_outputs(files, names, checkpoint, adapters, DTYPES[dtype] if dtype else None)
+    with _published(output, sum(tensor.num_bytes for tensor in outputs)) as unfinished:
+        say("writing weights")
+        weight_files = write_weights(unfinished, outputs, shard_bytes)
+        copied = copy_tokenizer_files(base, unfinished)
+        notes = write_configs(base, unfinished, main_dtype(outputs), _trained_stop_ids(run))
+        say("proving")
+        proof = prove(unfinished, outputs, names, tokens, logits, _compute_dtype(run, checkpoint))
+        notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in proof.ignored_names]
+        if not any(name.startswith("tokenizer") for name in copied):
+            notes.append("the base has no tokenizer files; none copied")
+        facts = {
+            "name": output.name if output.name != MERGED else run.resolve().name,
+            "method": checkpoint.manifest.method,
+            "step": str(step),
+            "dtype": _dtype_name(main_dtype(outputs)),
+            "proof": proof.stored.line,
+        }
+        write_card(base, unfinished, facts)
+        record = _record(run, checkpoint, base, proof, adapters, input_hashes)
+        record |= {"dtype": facts["dtype"], "notes": notes, "settings": _data_settings(run)}
+        record["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
+        write_json(unfinished / MERGE_FACTS, record)
+    lines = [adapters.line] if adapters else []
+    lines += [*notes, proof.stored.line, _published_line(output, outputs)]
+    return MergeResult(
+        folder=output,
+        step=step,
+        line=proof.stored.line,
+        lines=tuple(lines),
+        max_difference=proof.stored.max_difference,
+        relative_difference=proof.stored.relative,
+        same_top=proof.stored.same_top,
+        num_positions=proof.stored.num_positions,
+        mean_kl=proof.stored.mean_kl,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _published_line(output: Path, outputs: list[OutputTensor]) -> str:
+    size = sum(tensor.num_bytes for tensor in outputs)
+    return f"merged: {output} ({len(outputs)} tensors, {size / 1e6:,.1f} MB, {_dtype_name(main_dtype(outputs))})"
+
+
+def _record(
+    run: Path, checkpoint: OwnCheckpoint, base: Path, proof: Proof, adapters: AdapterSet | None, hashes: dict[str, str]
+) -> dict[str, Any]:
+    """What merge.json says of inputs and proof."""
+    manifest = checkpoint.manifest
+    return {
+        "run": str(run.resolve()),
+        "step": manifest.step,
+        "method": manifest.method,
+        "base_model": str(base),
+        "base_name": base_name(base),
+        "checkpoint_blake2b": hashes,
+        "base_blake2b": {path.name: hash_file(path) for path in sorted(base.glob("*.safetensors"))},
+        "adapters": len(adapters.by_parameter) if adapters else None,
+        "adapters_moved": adapters.num_moved if adapters else None,
+        "proof": proof.stored.to_json(),
+        "proof_unrounded": proof.unrounded.to_json(),
+    }
+
+
+def _compute_dtype(run: Path, checkpoint: OwnCheckpoint) -> str:
+    """The dtype in which training computed: the checkpoint's own word, else the plan's; fp32 where neither says."""
+    plan = read_json(run / PLAN) if (run / PLAN).is_file() else {}
+    return checkpoint.manifest.trainer.get("precision") or plan.get("precision") or "fp32"
+
+
+def _trained_stop_ids(run: Path) -> list[int]:
+    return list(read_json(run / DATA).get("stop_ids", ())) if (run / DATA).is_file() else []
+
+
+def _data_settings(run: Path) -> dict[str, Any]:
+    """How the run read its rows, so that ``eval`` reads rows the same way."""
+    data = read_json(run / CONFIG).get("data") or {}
+    return {key: data[key] for key in ("columns", "system", "loss_on", "max_length") if data.get(key) is not None}
+
+
+def _check_output(output: Path, base: Path, overwrite: bool) -> None:
+    if output.resolve() == base.resolve() or output.resolve() in base.resolve().parents:
+        raise MergeError(f"{output} is where the base model lies.", "Choose another folder with --output.")
+    if not output.exists() and not output.is_symlink():
+        return
+    if not overwrite:
+        raise MergeError(f"{output} exists already.", "Replace it with --overwrite, or choose another with --output.")
+    if not (output / MERGE_FACTS).is_file():
+        raise MergeError(
+            f"{output} was not made by a merge ({MERGE_FACTS} is missing), so it is not replaced.",
+            "Choose another folder with --output.",
+        )
+
+
+@contextmanager
+def _published(output: Path, num_bytes: int) -> Iterator[Path]:
+    """A temporary folder beside ``output``: takes its place when the block ends well, vanishes when it does not."""
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.unfinished")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+    except OSError as error:
+        raise MergeError(f"{output} cannot be written: {error.strerror}.", "Choose another with --output.") from None
+    try:
+        free = shutil.disk_usage(unfinished).free
+        if free < num_bytes:
+            raise MergeError(
+                f"The merged model needs {num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free.",
+                "Choose a folder on another disk with --output.",
+            )
+        yield unfinished
+        _sync(unfinished)
+        _swap(unfinished, output)
+    except OSError as error:
+        raise MergeError(f"{output} cannot be written: {error}.", "Choose another with --output.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Force every file of ``folder``, and the folders themselves, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _swap(unfinished: Path, output: Path) -> None:
+    """Rename ``unfinished`` to ``output``; an older merge there is moved away first and deleted last."""
+    old = output.with_name(f".{output.name}.{os.getpid()}.old")
+    if output.exists():
+        os.rename(output, old)
+    os.rename(unfinished, output)
+    _sync_folder(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,182 @@
+"""Prove that a merged folder is the training state.
+
+The folder is opened with plain transformers and computes the proof tokens' logits in fp32 on the CPU. What the storage
+dtype rounds away is kept apart from what a wrong merge would change, by two comparisons with the training state's logits:
+
+1. *Unrounded.* Every rounded tensor in the opened model is checked to be, bit for bit, the rounding of its exact fp32
+   value, then replaced by that value. The logits must now be those of training: within 1e-3 of their range where
+   training computed in fp32 (only summation order differs), within ``LOW_PRECISION`` where it computed in 16 bits.
+2. *As stored.* The rounded weights must stay within ``LOW_PRECISION``: mean KL divergence at most 0.02 nats, largest
+   difference at most a tenth of the range, and the top token may change only where the training state hardly preferred
+   it (by less than 2% of the range), save at one position in eight.
+
+Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import MergeError
+from fullshard.merge.names import ModelNames
+from fullshard.merge.writer import OutputTensor
+
+FP32_RELATIVE = 1e-3
+LOW_PRECISION_RELATIVE = 0.1
+LOW_PRECISION_KL = 0.02
+CLEAR_MARGIN = 0.02
+CHANGED_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sets of logits for the same tokens, compared."""
+
+    max_difference: float  # logits
+    relative: float  # max_difference / range of the training state's logits
+    same_top: int  # positions whose most likely token is the same
+    changed: int  # positions with another top token although the training state clearly preferred its own
+    num_positions: int
+    mean_kl: float  # nats a position, training state against merged model
+
+    @property
+    def line(self) -> str:
+        """The proof in one line."""
+        return (
+            f"proof: largest logit difference {self.max_difference:.2g} ({self.relative:.2%} of the range), same top "
+            f"token at {self.same_top} of {self.num_positions} positions, mean KL {self.mean_kl:.1e}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome of a proof that held."""
+
+    stored: Comparison  # the folder as published
+    unrounded: Comparison  # the same with exact fp32 weights; equal to ``stored`` where nothing was rounded
+    ignored_names: tuple[str, ...]  # tensors that the base's files hold too and transformers ignores
+
+
+def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
+    """Compare ``logits`` (T, V) with the training state's ``reference`` (T, V). Not finite: infinite difference."""
+    reference, logits = reference.double(), logits.double()
+    num_positions = reference.shape[0]
+    if not (torch.isfinite(reference).all() and torch.isfinite(logits).all()):
+        return Comparison(math.inf, math.inf, 0, num_positions, num_positions, math.inf)
+    extent = max((reference.max() - reference.min()).item(), 1e-30)
+    difference = (reference - logits).abs().max().item()
+    top, top_of_reference = logits.argmax(-1, keepdim=True), reference.argmax(-1, keepdim=True)
+    lost_margin = (reference.gather(-1, top_of_reference) - reference.gather(-1, top)).squeeze(-1)
+    log_p, log_q = reference.log_softmax(-1), logits.log_softmax(-1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean().clamp(min=0).item()
+    return Comparison(
+        max_difference=difference,
+        relative=difference / extent,
+        same_top=int((top == top_of_reference).sum()),
+        changed=int((lost_margin > CLEAR_MARGIN * extent).sum()),
+        num_positions=num_positions,
+        mean_kl=divergence,
+    )
+
+
+def is_close(comparison: Comparison, low_precision: bool) -> bool:
+    """Whether the difference is what fp32 summation order (or, ``low_precision``, 16-bit rounding) explains."""
+    if not low_precision:
+        return comparison.relative <= FP32_RELATIVE
+    return (
+        comparison.relative <= LOW_PRECISION_RELATIVE
+        and comparison.mean_kl <= LOW_PRECISION_KL
+        and comparison.changed <= CHANGED_SHARE * comparison.num_positions
+    )
+
+
+def prove(
+    folder: Path,
+    outputs: list[OutputTensor],
+    names: ModelNames,
+    tokens: torch.Tensor,
+    reference: torch.Tensor,
+    compute: str,
+) -> Proof:
+    """Open ``folder`` and compare it with the training state's logits ``reference`` (T, V) on ``tokens`` (1, T).
+
+    ``compute`` is the dtype in which training computed ("fp32", "bf16", "fp16"). Raises MergeError where the folder
+    lacks a weight, holds one that the base does not, or is not the training state.
+    """
+    model, ignored = _open(folder, {output.name for output in outputs if names.parameter_of(output.name) is None})
+    if reference.shape[1] != model.config.get_text_config().vocab_size:
+        raise MergeError(
+            f"The proof has logits for {reference.shape[1]} tokens, the merged model has "
+            f"{model.config.get_text_config().vocab_size}.",
+            "Is this the base that the run was trained on?",
+        )
+    stored = compare_logits(reference, _logits(model, tokens))
+    unrounded = stored
+    rounded = [output for output in outputs if output.dtype != output.exact_dtype]
+    if rounded:
+        _put_exact_values(model, rounded, names)
+        unrounded = compare_logits(reference, _logits(model, tokens))
+    if not is_close(unrounded, low_precision=compute != "fp32"):
+        raise MergeError(
+            f"The merged model is not the training state. {unrounded.line}.",
+            "The base model may have changed since training; nothing was published.",
+        )
+    if rounded and not is_close(stored, low_precision=True):
+        raise MergeError(
+            f"Rounding the weights for storage changes the answers too much. {stored.line}.",
+            "Merge in full precision: fullshard merge RUN --dtype fp32",
+        )
+    return Proof(stored, unrounded, ignored)
+
+
+def _open(folder: Path, unmapped: set[str]) -> tuple[Any, tuple[str, ...]]:
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    unexpected = set(info["unexpected_keys"])
+    problems = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(unexpected - unmapped),
+        "of another shape": sorted(str(key) for key in info["mismatched_keys"]),
+    }
+    for what, found in problems.items():
+        if found:
+            raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {found[0]}.", "")
+    return model.eval(), tuple(sorted(unexpected))
+
+
+@torch.inference_mode()
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens, use_cache=False).logits[0].float()
+
+
+@torch.no_grad()
+def _put_exact_values(model: Any, rounded: list[OutputTensor], names: ModelNames) -> None:
+    """Check that each rounded tensor in ``model`` is the rounding of its exact value, then put that value there."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    done = set()
+    for output in rounded:
+        name = names.parameter_of(output.name)
+        if name is None or names.canonical[name] in done:
+            continue
+        done.add(names.canonical[name])
+        values = parameters[name].data.view(-1)
+        position = 0
+        for block in output.blocks():
+            exact = block.reshape(-1)
+            part = values[position : position + exact.numel()]
+            if not torch.equal(part, exact.to(output.dtype).float()):
+                raise MergeError(f"{output.name} in the merged folder is not what was written.", "Check the disk.")
+            part.copy_(exact)
+            position += exact.numel()

@@ -1,0 +1,144 @@
+"""Everything in a merged folder that is not weights: config, generation config, tokenizer files, model card."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fullshard.infer.generation_config import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
+from fullshard.merge.writer import OutputTensor
+from fullshard.run_folder import read_json, write_json
+
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "processor_config.json",
+)
+LICENCE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
+    """The floating-point dtype that most weights are stored in; what config.json names."""
+    count: Counter[torch.dtype] = Counter()
+    for output in outputs:
+        if output.dtype.is_floating_point:
+            count[output.dtype] += output.num_bytes // output.dtype.itemsize
+    return count.most_common(1)[0][0]
+
+
+def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
+    """Copy tokenizer files, chat templates and licence texts byte for byte; return their names."""
+    copied = []
+    for pattern in (*TOKENIZER_PATTERNS, *LICENCE_PATTERNS):
+        for path in sorted(base.glob(pattern)):
+            if path.name in copied:
+                continue
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name)
+            else:
+                shutil.copyfile(path, folder / path.name)
+            copied.append(path.name)
+    return copied
+
+
+def write_configs(base: Path, folder: Path, dtype: torch.dtype, trained_stop_ids: list[int]) -> list[str]:
+    """Write config.json and generation_config.json; return one line for each thing that had to be changed.
+
+    Both name the dtype of the tensors and every stop id: the base's, the tokenizer's and ``trained_stop_ids``.
+    """
+    config = read_json(base / "config.json")
+    generation = read_generation_config(base)
+    if not generation:
+        generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    ids = union_of_ids(
+        generation.get("eos_token_id"), config.get("eos_token_id"), trained_stop_ids, _tokenizer_end_id(folder)
+    )
+    generation, notes = mended(generation)
+    for values in (config, generation):
+        if ids:
+            values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    dtype_key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    config[dtype_key] = str(dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config)
+    write_json(folder / GENERATION_CONFIG, generation)
+    return notes
+
+
+def _tokenizer_end_id(folder: Path) -> int | None:
+    if not any(folder.glob("tokenizer*")):
+        return None
+    from fullshard.model.load import load_tokenizer
+
+    return load_tokenizer(folder).eos_token_id
+
+
+def base_name(base: Path) -> str:
+    """The base's public name where its path or card tells, else its folder's name."""
+    cached = re.search(r"models--([^/]+)--([^/]+)/snapshots", base.as_posix())
+    if cached:
+        return f"{cached.group(1)}/{cached.group(2)}"
+    named = _front_matter(base).get("base_model")
+    return named if isinstance(named, str) and named else base.name
+
+
+def _front_matter(base: Path) -> dict[str, Any]:
+    card = base / "README.md"
+    if not card.is_file():
+        return {}
+    match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        values = yaml.safe_load(match.group(1)) if match else None
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_card(base: Path, folder: Path, facts: dict[str, str]) -> None:
+    """Write README.md: base, licence ("see the base model" where its card names none), how it was made, the proof.
+
+    ``facts``: name, method, step, dtype, proof.
+    """
+    card = _front_matter(base)
+    front: dict[str, Any] = {"base_model": base_name(base), "library_name": "transformers"}
+    front |= {"pipeline_tag": "text-generation"} | {
+        key: card[key] for key in ("license", "license_name", "license_link", "language") if key in card
+    }
+    licence = card.get("license_name") or card.get("license") or "see the base model"
+    method = {"lora": "LoRA (folded into the weights)", "full": "full fine-tuning"}[facts["method"]]
+    text = f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+# {facts["name"]}
+
+- Base model: {base_name(base)}
+- Licence: {licence}
+- Made by fullshard {_version()}: {method}, step {facts["step"]}, stored as {facts["dtype"]}
+- {facts["proof"][0].upper()}{facts["proof"][1:]}, merged model against training state
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
+```
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("fullshard")

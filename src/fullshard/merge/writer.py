@@ -1,0 +1,132 @@
+"""Write safetensors files as a stream: header, then each tensor in blocks, so that no tensor is ever whole in memory.
+
+A safetensors file is 8 bytes (header length, little endian), a JSON header {name: {dtype, shape, data_offsets}} padded
+with spaces to a multiple of 8, then the tensors' bytes without gaps. Wider dtypes come first, so that each tensor
+starts at a multiple of its element size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fullshard.errors import MergeError
+
+SHARD_BYTES = 4 * 10**9
+BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to write. ``blocks()`` yields its flattened values in order, exact (before rounding to ``dtype``)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Callable[[], Iterator[torch.Tensor]]
+    exact_dtype: torch.dtype  # of the blocks; equal to dtype where writing rounds nothing
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    """Row ranges [start, stop) of at most BLOCK_ELEMENTS elements (at least one row) that cover a tensor."""
+    num_rows = shape[0] if shape else 1
+    rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    return ((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
+
+
+def split_into_files(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
+    """Fill files in the given order up to ``shard_bytes`` each (one tensor at least)."""
+    files: list[list[OutputTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if files[-1] and used + tensor.num_bytes > shard_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(tensor)
+        used += tensor.num_bytes
+    return files
+
+
+def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """Write ``tensors`` into ``folder`` in Hugging Face's layout and return the names of the files made.
+
+    One file is ``model.safetensors``; several are ``model-00001-of-0000N.safetensors`` with an index. Raises MergeError
+    where a value does not fit the dtype (too large for fp16) or is not finite.
+    """
+    files = split_into_files(tensors, shard_bytes)
+    total = len(files)
+    names = (
+        ["model.safetensors"]
+        if total == 1
+        else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    )
+    weight_map = {}
+    for name, content in zip(names, files, strict=True):
+        _write_file(folder / name, content)
+        weight_map |= {tensor.name: name for tensor in content}
+    if total > 1:
+        size = sum(tensor.num_bytes for tensor in tensors)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names.append("model.safetensors.index.json")
+    return names
+
+
+def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        stop = position + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            _write_tensor(file, tensor)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file, tensor: OutputTensor) -> None:
+    written = 0
+    for block in tensor.blocks():
+        stored = block.to(tensor.dtype).reshape(-1).contiguous()
+        if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
+            raise MergeError(
+                f"{tensor.name} holds values that are not finite in {str(tensor.dtype).removeprefix('torch.')}.",
+                "Merge another step, or with --dtype fp32.",
+            )
+        written += file.write(memoryview(stored.view(torch.uint8).numpy()))
+    assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)

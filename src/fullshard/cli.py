@@ -77,7 +77,8 @@ def plan(
     recipe: Recipe, overrides: Overrides = None, ranks: Ranks = None, json_output: Json = False, debug: Debug = False
 ) -> None:
     """Say what a recipe needs before it runs: memory by cause, batches, time. Exit code 2 where it does not fit."""
-    result = fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), ranks=ranks)
+    config = fullshard.load_config(recipe, overrides or ())
+    result = fullshard.make_plan(config, ranks=ranks)
     _print_json(result) if json_output else print(result.to_text())
 
 
@@ -172,7 +173,8 @@ def prepare(
     debug: Debug = False,
 ) -> None:
     """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
-    result = fullshard.prepare_data(fullshard.load_config(recipe, overrides or ()), output)
+    config = fullshard.load_config(recipe, overrides or ())
+    result = fullshard.prepare_data(config, output)
     _print_json(result) if json_output else print(result)
 
 

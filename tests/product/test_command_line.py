@@ -93,7 +93,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train"], ["nope"], ["plan", "r.yaml", "--nope"], ["train", "r", "--ranks", "0"]]
+    "arguments", [["train"], ["nope"], ["plan", "r", "--nope"], ["train", "r", "--ranks", "0"]]
 )
 def test_usage_errors_exit_2(capsys, arguments):
     code, _, err = run_cli(capsys, *arguments)

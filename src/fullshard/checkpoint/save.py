@@ -1,0 +1,119 @@
+"""Saving: every rank writes its own ranges; the folder gets its name only when it is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, check_cover, hash_file
+from fullshard.model.names import stored_name
+from fullshard.ranks import Ranks
+from fullshard.run_folder import checkpoint_path, list_checkpoints, write_json
+from fullshard.shard import ShardedModel
+
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    sharded: ShardedModel,
+    moments: dict[tuple[str, str], torch.Tensor],
+    ranks: Ranks,
+    facts: dict[str, Any],
+    proof: dict[str, torch.Tensor],
+    keep_last: int,
+) -> Path:
+    """Write the checkpoint of ``step``; a collective call. Returns its folder, published whole.
+
+    ``moments``: (parameter name, moment) -> local flat tensor laid out like the shard. ``facts``: method, base_model and
+    trainer of the manifest. ``proof``: tokens and logits of the training state (rank 0's are written).
+    """
+    final = checkpoint_path(run, step)
+    temporary = final.with_name(f".{final.name}.tmp")
+    if ranks.is_first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    ranks.barrier()
+    part = f"part_{ranks.rank:05d}.safetensors"
+    tensors, described = _local_ranges(sharded, moments, ranks, part)
+    files = {}
+    if tensors:
+        save_file(tensors, temporary / part)
+        files[part] = _settle(temporary / part)
+    if ranks.is_first:
+        save_file({name: value.contiguous() for name, value in proof.items()}, temporary / PROOF)
+        files[PROOF] = _settle(temporary / PROOF)
+    gathered = ranks.gather_objects((described, files))
+    if ranks.is_first:
+        manifest = Manifest(
+            step,
+            facts["method"],
+            facts["base_model"],
+            _join([described for described, _ in gathered]),
+            {name: value for _, files in gathered for name, value in files.items()},
+            facts["trainer"],
+        )
+        write_json(temporary / MANIFEST, manifest.to_json())
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        _sync_folder(final.parent)
+        for _, path in list_checkpoints(run)[:-keep_last]:
+            shutil.rmtree(path)
+    ranks.barrier()
+    return final
+
+
+def _local_ranges(
+    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, part: str
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, tuple[int, ...], str, Piece]]]:
+    """This rank's tensors by key, and (name, kind, shape, dtype, piece) of each. Replicated ones: rank 0 only."""
+    tensors: dict[str, torch.Tensor] = {}
+    described = []
+    for shard in sharded.shards():
+        if not shard.trainable or shard.start == shard.stop:
+            continue
+        if sharded.replicas(shard.name) > 1 and not ranks.is_first:
+            continue
+        name = stored_name(shard.name)
+        kinds = {"weight": shard.value}
+        kinds |= {moment: value for (owner, moment), value in moments.items() if owner == shard.name}
+        for kind, value in kinds.items():
+            key = f"{kind}/{name}"
+            tensors[key] = value.to("cpu").contiguous()
+            piece = Piece(part, key, shard.start, shard.stop)
+            described.append((name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], piece))
+    return tensors, described
+
+
+def _join(described: list[list[tuple[str, str, tuple[int, ...], str, Piece]]]) -> tuple[StoredTensor, ...]:
+    pieces: dict[tuple[str, str, tuple[int, ...], str], list[Piece]] = {}
+    for rank_pieces in described:
+        for name, kind, shape, dtype, piece in rank_pieces:
+            pieces.setdefault((name, kind, tuple(shape), dtype), []).append(piece)
+    joined = []
+    for (name, kind, shape, dtype), parts in pieces.items():
+        stored = StoredTensor(name, kind, shape, dtype, tuple(sorted(parts, key=lambda piece: piece.start)))
+        check_cover(stored)
+        joined.append(stored)
+    return tuple(joined)
+
+
+def _settle(path: Path) -> dict[str, Any]:
+    """fsync a file and return its manifest entry."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

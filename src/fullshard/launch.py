@@ -1,0 +1,260 @@
+"""Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
+
+The launcher prepares everything that can fail cheaply (folder, data, plan) before any rank exists. Ranks then need nothing
+but the run folder and the standard environment variables. The first failure ends all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fullshard.config import RunConfig, config_from_dict, load_config
+from fullshard.errors import ERROR_TYPES, CheckpointError, ConfigError, TrainError, UserError
+from fullshard.run_folder import (
+    CONFIG,
+    DATA,
+    ENVIRONMENT,
+    ERRORS,
+    PLAN,
+    PREPARED,
+    RECIPE,
+    newest_checkpoint,
+    read_json,
+    require_run,
+    write_json,
+)
+
+LAUNCH = "launch.json"
+EXIT_USER_ERROR = 2
+
+
+def train_run(
+    recipe: RunConfig | str | Path,
+    overrides: list[str] | tuple[str, ...] = (),
+    ranks: int | None = None,
+    quiet: bool = False,
+) -> Any:
+    """Train a recipe (a path or a RunConfig) and return its TrainResult.
+
+    ``ranks``: processes to start; default every accelerator, else 2 on a CPU with 2 or more cores. Under torchrun the ranks
+    that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run folder that
+    exists is never written to.
+    """
+    config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
+    run = Path(config.output)
+    if _started_by_launcher():
+        return _train_here(config, run, quiet)
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
+    prepare_run(config, run, ranks, quiet)
+    return _launch(run, ranks or _planned_ranks(run), None, quiet)
+
+
+def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
+    """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
+    from fullshard.checkpoint.verify import verify_checkpoint
+
+    run = require_run(Path(run))
+    number, folder = newest_checkpoint(run, step)
+    verify_checkpoint(folder)
+    if number >= read_json(folder / "manifest.json")["trainer"]["num_steps"]:
+        raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
+    if _started_by_launcher():
+        return _run_as_rank(run, number, quiet)
+    return _launch(run, ranks or _planned_ranks(run), number, quiet)
+
+
+def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) -> None:
+    """Make the run folder with recipe, config, prepared data and plan; on any error nothing is left behind."""
+    from fullshard.data.prepared import prepare
+    from fullshard.model.load import check_model_folder
+    from fullshard.planning.search import make_plan
+
+    check_model_folder(config.model.path)
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        hint = f"Go on with it: fullshard resume {run}" if (run / CONFIG).is_file() else "Choose another output."
+        raise ConfigError(f"The output folder {run} exists already.", f"{hint} Or: output=ANOTHER_FOLDER")
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / RECIPE).write_text(_recipe_text(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER") from None
+    try:
+        write_json(run / CONFIG, _absolute(config).model_dump(mode="json"))
+        write_json(run / ENVIRONMENT, _environment())
+        account = prepare(config, run / PREPARED)
+        write_json(run / DATA, account)
+        plan = make_plan(config, ranks)
+        write_json(run / PLAN, plan.to_json())
+        write_json(run / LAUNCH, {"launcher": _launcher_id(), "ranks": plan.to_json()["ranks"]})
+    except BaseException:
+        shutil.rmtree(run, ignore_errors=True)
+        raise
+    if not quiet:
+        for line in account.get("report", []):
+            print(line)
+
+
+def _recipe_text(config: RunConfig) -> str:
+    values = config.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _absolute(config: RunConfig) -> RunConfig:
+    model = config.model.model_copy(update={"path": str(Path(config.model.path).expanduser().resolve())})
+    return config.model_copy(update={"model": model})
+
+
+def _environment() -> dict[str, Any]:
+    """Versions and devices; never environment variables."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+
+    from fullshard.device import device_kind, num_cores, num_devices
+
+    packages = ("fullshard", "torch", "transformers", "peft", "safetensors")
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": {name: version(name) for name in packages},
+        "torch_build": torch.__version__,
+        "device": device_kind(),
+        "devices": num_devices(),
+        "cores": num_cores(),
+    }
+
+
+def _planned_ranks(run: Path) -> int:
+    return int(read_json(run / PLAN)["ranks"])
+
+
+def _started_by_launcher() -> bool:
+    from fullshard.ranks import under_torchrun
+
+    return under_torchrun()
+
+
+def _launcher_id() -> str:
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}:{os.environ.get('MASTER_PORT', '')}:{os.getppid()}"
+
+
+def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> Any:
+    """Start the ranks through torch's elastic launcher and wait; returns the TrainResult or raises the first failure."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    shutil.rmtree(run / ERRORS, ignore_errors=True)
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=run.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), "quiet" if quiet else "loud"]
+    sys.stdout.flush()
+    try:
+        elastic_launch(launch_config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        raise _first_failure(run, error) from None
+    return read_result(run)
+
+
+def _first_failure(run: Path, error: Any) -> UserError:
+    records = [read_json(path) for path in sorted((run / ERRORS).glob("rank_*.json"))] if (run / ERRORS).is_dir() else []
+    if records:
+        # A rank that lost its peers fails too, a little later: the first one, and among them a named problem, is the cause.
+        first = min(records, key=lambda record: (record["type"] not in ERROR_TYPES, record["time"]))
+        if first["type"] in ERROR_TYPES:
+            return ERROR_TYPES[first["type"]](first["message"], first["hint"])
+        place = run / ERRORS / f"rank_{first['rank']}.json"
+        return TrainError(
+            f"Rank {first['rank']} raised {first['type']}: {first['message']}", f"The traceback stands in {place}"
+        )
+    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    code = failure.exitcode
+    ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    cause = " (often: out of memory)" if code == -9 else ""
+    return TrainError(f"Rank {rank} {ending}{cause}.", f"Check memory: fullshard plan {run / RECIPE}")
+
+
+def read_result(run: Path) -> Any:
+    """The TrainResult of a finished run."""
+    from fullshard.train.loop import RESULT, TrainResult
+
+    values = read_json(run / RESULT)
+    return TrainResult(**{**values, "run": Path(values["run"])})
+
+
+def _train_here(config: RunConfig, run: Path, quiet: bool) -> Any:
+    """Under torchrun: rank 0 prepares before the process group exists, the others wait for it there."""
+    resume_step = None
+    if int(os.environ["RANK"]) == 0:
+        if (run / LAUNCH).is_file() and read_json(run / LAUNCH)["launcher"] == _launcher_id():
+            logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
+        else:
+            prepare_run(config, run, int(os.environ["WORLD_SIZE"]), quiet)
+    return _run_as_rank(run, resume_step, quiet)
+
+
+def _run_as_rank(run: Path, resume_step: int | None, quiet: bool) -> Any:
+    """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
+    from fullshard.ranks import start_ranks, stop_ranks
+    from fullshard.run_folder import list_checkpoints
+    from fullshard.train.loop import run_rank
+
+    ranks = start_ranks()
+    try:
+        if resume_step is None:
+            found = list_checkpoints(run) if ranks.is_first else []
+            resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
+        config = config_from_dict(read_json(run / CONFIG), str(run / CONFIG))
+        run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
+    finally:
+        stop_ranks()
+    return read_result(run)
+
+
+def rank_main(arguments: list[str]) -> int:
+    """Entry of a rank that our launcher starts: RUN RESUME_STEP quiet|loud. Writes errors/rank_N.json on failure."""
+    run, resume_step, quiet = Path(arguments[0]), int(arguments[1]), arguments[2] == "quiet"
+    try:
+        _run_as_rank(run, resume_step, quiet)
+        return 0
+    except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
+        rank = int(os.environ.get("RANK", "0"))
+        (run / ERRORS).mkdir(exist_ok=True)
+        known = isinstance(error, UserError)
+        record = {
+            "rank": rank,
+            "type": type(error).__name__,
+            "message": error.message if known else str(error),
+            "hint": error.hint if known else "",
+            "time": time.time(),
+            "traceback": traceback.format_exc(),
+        }
+        (run / ERRORS / f"rank_{rank}.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+        return EXIT_USER_ERROR if known else 1
+
+
+if __name__ == "__main__":
+    code = rank_main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code) if code else sys.exit(0)

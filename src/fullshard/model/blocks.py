@@ -1,0 +1,51 @@
+"""What is one sharding unit: each repeated block; the embedding; [final norm, head]. The rest belongs to the root."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fullshard.errors import ModelError
+
+
+def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """The decoder and its list of repeated blocks: the ModuleList with the most parameters. ModelError if none."""
+    best: tuple[int, nn.Module, nn.ModuleList] | None = None
+    for owner in model.modules():
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and len(child):
+                size = sum(parameter.numel() for parameter in child.parameters())
+                if best is None or size > best[0]:
+                    best = (size, owner, child)
+    if best is None:
+        raise ModelError(f"{type(model).__name__} has no list of repeated blocks.", "This family cannot be sharded yet.")
+    return best[1], best[2]
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """The part of a causal language model before its head."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return decoder if decoder is not None and decoder is not model else getattr(model, model.base_model_prefix)
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether embedding and head are one parameter."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def find_units(model: nn.Module) -> list[list[nn.Module]]:
+    """Lists of modules that are gathered and freed together. Tied embedding and head stay with the root."""
+    owner, blocks = find_blocks(model)
+    units: list[list[nn.Module]] = [[block] for block in blocks]
+    if is_tied(model):
+        return units
+    units.append([model.get_input_embeddings()])
+    after_blocks = False
+    last: list[nn.Module] = []
+    for child in owner.children():
+        if child is blocks:
+            after_blocks = True
+        elif after_blocks and any(True for _ in child.parameters()) and "norm" in type(child).__name__.lower():
+            last.append(child)
+    units.append([*last, model.get_output_embeddings()])
+    return units

@@ -1,0 +1,33 @@
+"""``shard_model`` is the only door to the sharding engines."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import ConfigError
+from fullshard.shard.interface import Precision, Shard, ShardedModel, local_part
+
+__all__ = ["Precision", "Shard", "ShardedModel", "local_part", "shard_model"]
+
+
+def shard_model(
+    model: nn.Module,
+    units: list[list[nn.Module]],
+    replicated: set[nn.Parameter],
+    mesh: DeviceMesh,
+    precision: Precision,
+    engine: str,
+) -> ShardedModel:
+    """Shard ``model`` (on the meta device or real) in place, unit by unit; the rest of its parameters with the root.
+
+    ``units``: lists of modules gathered and freed together, innermost first. ``replicated``: trainable parameters that stay
+    whole on every rank (adapters); their gradients are summed by us. Storage dtypes must be set before.
+    """
+    match engine:
+        case "torch":
+            from fullshard.shard.torch_engine import TorchShardedModel
+
+            return TorchShardedModel(model, units, replicated, mesh, precision)
+        case _:
+            raise ConfigError(f"Unknown engine {engine!r}; torch fits.", "Set engine: torch")

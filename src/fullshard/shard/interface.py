@@ -1,0 +1,74 @@
+"""What the rest of the product may know of a sharding engine.
+
+Whatever the engine, a rank's share of a parameter is one contiguous range [start, stop) of the flattened, row-major
+parameter. Gradients are *sums* over micro-batches and ranks: nobody divides. They are visible after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's range of one parameter. ``value`` and ``gradient`` are flat local views; read them afresh."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    start: int
+    stop: int
+    value: torch.Tensor  # (stop - start,) in the storage dtype
+    gradient: torch.Tensor | None  # (stop - start,) fp32 after the last micro-batch, None before and for frozen ones
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of a run: what rests (trainable ones are fp32 masters), computes, and crosses the wire in reduction."""
+
+    compute: torch.dtype
+    master: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+    @property
+    def frozen(self) -> torch.dtype:
+        """Storage of frozen weights: the compute dtype."""
+        return self.compute
+
+
+class ShardedModel(Protocol):
+    """A model whose parameters, gradients and optimizer state are split over the ranks."""
+
+    module: nn.Module
+
+    def shards(self) -> list[Shard]:
+        """This rank's ranges, in parameter order, tied parameters once."""
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around one forward and backward; ``last``: reduce the gradients over the ranks on leaving."""
+
+    def after_step(self) -> None:
+        """After the optimizer changed the shards, or after a forward without gradients: back to rest."""
+
+    def full_tensor(self, name: str) -> torch.Tensor:
+        """The whole parameter, a collective call (tests and samples)."""
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Groups for a torch optimizer: ``params`` as (name, tensor) pairs and ``decay`` (bool), stable over a run."""
+
+    def replicas(self, name: str) -> int:
+        """On how many ranks the same element of this parameter lives: 1 where sharded, the rank count where replicated."""
+
+    def reset(self) -> None:
+        """Back to a clean state after an exception inside a step: gathered weights freed, gradients dropped."""
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local, flat view of a tensor laid out like a shard (a parameter, its gradient, an optimizer moment)."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.detach().reshape(-1)

@@ -1,0 +1,151 @@
+"""The torch engine: PyTorch's ``fully_shard`` (FSDP2) behind our interface.
+
+Guards for what its defaults would do silently: gradients are summed and never divided (averages and pre-multiplied sums
+differ by backend); 0-d tensors, tensors with fewer rows than ranks and adapters stay out of it, replicated, and are
+summed by us in one flat all-reduce; the root is resharded after a forward without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fullshard.shard.interface import Precision, Shard, local_part
+
+
+class TorchShardedModel:
+    """A ``ShardedModel`` over ``fully_shard``; Shard(0) only, so that each rank's rows are one contiguous range."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[list[nn.Module]],
+        replicated: set[nn.Parameter],
+        mesh: DeviceMesh,
+        precision: Precision,
+    ) -> None:
+        self.module = model
+        self._mesh = mesh
+        self._num_ranks = mesh.size()
+        self._rank = mesh.get_local_rank()
+        self._prefix = getattr(model, "name_prefix", "")
+        self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
+        whole = set(replicated)
+        for parameter in model.parameters():
+            if parameter.dim() == 0 or parameter.shape[0] < self._num_ranks:
+                whole.add(parameter)
+        self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
+        )
+        for unit in units:
+            # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
+            keep = len(unit) > 1
+            fully_shard(
+                unit if keep else unit[0],
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=not keep,
+                ignored_params=whole,
+            )
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+
+    def shards(self) -> list[Shard]:
+        """This rank's ranges, in parameter order, tied parameters once."""
+        self.after_step()
+        found = []
+        for name, parameter in self._named_parameters():
+            shape = self._full_shapes[name]
+            value = local_part(parameter)
+            gradient = local_part(parameter.grad) if parameter.grad is not None else None
+            start = 0 if name in self._replicated else self._first_element(shape)
+            found.append(Shard(name, shape, start, start + value.numel(), value, gradient, parameter.requires_grad))
+        return found
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around one forward and backward; ``last``: sum the gradients over the ranks."""
+        self.module.set_requires_gradient_sync(last)
+        yield
+        if last:
+            self._sum_replicated()
+
+    def after_step(self) -> None:
+        """Free what a forward without backward left gathered (the root and the head's group)."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def full_tensor(self, name: str) -> torch.Tensor:
+        """The whole parameter, detached, on this rank's device; a collective call."""
+        self.after_step()
+        parameter = dict(self._named_parameters())[name]
+        whole = parameter if name in self._replicated else parameter.full_tensor()
+        return whole.detach()
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Matrices (decay) and vectors (no decay) of the trainable parameters, as (name, tensor) pairs.
+
+        Sharded and replicated parameters stand in groups of their own: torch's fused optimizers cannot mix them.
+        """
+        self.after_step()
+        groups: dict[tuple[bool, bool], list[tuple[str, torch.Tensor]]] = {}
+        for name, parameter in self._named_parameters():
+            if parameter.requires_grad:
+                key = (len(self._full_shapes[name]) > 1, name in self._replicated)
+                groups.setdefault(key, []).append((name, parameter))
+        return [{"params": pairs, "decay": decay} for (decay, _), pairs in groups.items()]
+
+    def replicas(self, name: str) -> int:
+        """1 where sharded, the number of ranks where replicated."""
+        return self._num_ranks if name in self._replicated else 1
+
+    def reset(self) -> None:
+        """Drop gradients and free gathered weights after an exception inside a step."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+        self.after_step()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.module.named_parameters():
+            yield name.removeprefix(self._prefix), parameter
+
+    def _first_element(self, shape: tuple[int, ...]) -> int:
+        rows_per_rank = -(-shape[0] // self._num_ranks)
+        row_elements = 1
+        for size in shape[1:]:
+            row_elements *= size
+        return min(self._rank * rows_per_rank, shape[0]) * row_elements
+
+    def _sum_replicated(self) -> None:
+        parameters = [
+            parameter
+            for name, parameter in self._named_parameters()
+            if name in self._replicated and parameter.requires_grad
+        ]
+        if not parameters or self._num_ranks == 1:
+            return
+        # A parameter that this rank did not use still takes part, with zeros: the same collective on every rank.
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([parameter.grad.reshape(-1).float() for parameter in parameters])
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._mesh.get_group())
+        position = 0
+        for parameter in parameters:
+            parameter.grad.copy_(flat[position : position + parameter.numel()].view_as(parameter))
+            position += parameter.numel()

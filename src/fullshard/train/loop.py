@@ -1,0 +1,289 @@
+"""The training loop: what one step does, on one screen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard.checkpoint.load import load_checkpoint
+from fullshard.checkpoint.save import save_checkpoint
+from fullshard.config import RunConfig, parse_quantity
+from fullshard.data.batches import make_batch
+from fullshard.data.pack import lay_out, windows
+from fullshard.data.prepared import PreparedData, open_prepared
+from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, use_exact_fp32
+from fullshard.errors import ConfigError
+from fullshard.model.adapters import adapter_settings
+from fullshard.model.load import load_tokenizer
+from fullshard.ranks import Ranks
+from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, write_json
+from fullshard.train.held_out import batch_loss, held_out_loss
+from fullshard.train.metrics import MetricsLog
+from fullshard.train.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    learning_rate_at,
+    optimizer_state,
+    require_finite,
+    set_step_count,
+)
+from fullshard.train.precision import describe, precision_of
+from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, build_sharded, check_loss_path
+
+RESULT = "result.json"
+PROOF_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run says of itself."""
+
+    run: Path
+    steps: int
+    final_loss: float  # of the last step, per supervised token
+    eval_loss: float | None  # over the held-out rows after the last step
+    first_eval_loss: float | None  # before the first step
+    seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: int  # largest over the ranks
+
+
+def plan_windows(data: PreparedData, config: RunConfig) -> list[tuple[int, np.ndarray]]:
+    """(epoch, row ids) of every optimizer step of the run: a function of data, seed, epochs and global_batch only."""
+    quantity = parse_quantity(config.train.global_batch)
+    steps: list[tuple[int, np.ndarray]] = []
+    epoch = 0
+    while epoch < config.train.epochs:
+        of_epoch = windows(data.lengths, config.train.seed, epoch, quantity)
+        share = min(1.0, config.train.epochs - epoch)
+        steps += [(epoch, window) for window in of_epoch[: max(1, round(share * len(of_epoch)))]]
+        epoch += 1
+    return steps[: config.train.max_steps]
+
+
+def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool) -> None:
+    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
+    use_exact_fp32()
+    started = time.perf_counter()
+    data = open_prepared(run / PREPARED, "train")
+    has_eval = (run / PREPARED / "eval").is_dir()
+    held_out = open_prepared(run / PREPARED, "eval") if has_eval else None
+    steps = plan_windows(data, config)
+    log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet)
+    try:
+        trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
+        first_step = trainer.resume(resume_step) if resume_step else 0
+        trainer.prove_start()
+        first_eval = trainer.evaluate(0) if held_out is not None and not first_step else None
+        trainer.train(first_step)
+        peak = int(ranks.maximum(trainer.peak_bytes))
+        if ranks.is_first:
+            seconds = time.perf_counter() - started
+            speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
+            result = TrainResult(
+                run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, speed, peak
+            )
+            write_json(run / RESULT, {**asdict(result), "run": str(run)})
+            ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
+            log.say(f"trained {len(steps)} steps in {seconds:.0f} s: loss {trainer.last_loss:.4f}{ending}")
+    finally:
+        log.close()
+
+
+class Trainer:
+    """One run on one rank: the sharded model, its optimizer and its place in the data."""
+
+    def __init__(
+        self,
+        run: Path,
+        config: RunConfig,
+        plan: dict[str, Any],
+        ranks: Ranks,
+        data: PreparedData,
+        held_out: PreparedData | None,
+        steps: list[tuple[int, np.ndarray]],
+        log: MetricsLog,
+    ) -> None:
+        self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
+        self.steps, self.log = steps, log
+        self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
+        self.precision = precision_of(plan["precision"])
+        self.pad_id = load_tokenizer(config.model.path).pad_token_id or 0
+        reset_peak_memory(ranks.device)
+        self.built: Built = build_sharded(config, ranks, self.precision, bool(plan["recompute"]))
+        self.sharded = self.built.sharded
+        self.optimizer = build_optimizer(config, self.sharded)
+        self.moments = optimizer_state(self.optimizer)
+        self.last_loss, self.last_eval = float("nan"), None
+        self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
+        log.say(
+            f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
+            f"({config.method}); {describe(self.precision, config.method)}; {ranks.num_ranks} ranks on {ranks.device.type}"
+        )
+
+    def prove_start(self) -> None:
+        """Before step 1: our loss path equals the model's own logits, and the worst case fits."""
+        ids, _ = self.data.row(0)
+        tokens = torch.as_tensor(np.asarray(ids[:LOSS_CHECK_TOKENS]), dtype=torch.long)[None].to(self.ranks.device)
+        self.log.say(check_loss_path(self.built, tokens, self.precision))
+        self._prove_packing()
+        self._trial_step()
+
+    def _trial_step(self) -> None:
+        """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
+        longest = np.argsort(-self.data.lengths, kind="stable")
+        window = longest[: max(1, max(len(window) for _, window in self.steps[:1]))]
+        micro = self._layout(window)[0]
+        with self.sharded.microbatch(last=True):
+            batch = make_batch(self.data, micro[self.ranks.rank], self.pad_id)
+            batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.sharded.after_step()
+        peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
+        self.log.say(f"trial step on the longest rows ({int(self.data.lengths.max())} tokens): peak {peak / 1e9:.2f} GB a rank")
+
+    def _prove_packing(self) -> None:
+        """Packed documents must not see each other: the packed loss of the first rows equals the one of each row alone."""
+        if not self.config.data.packing:
+            return
+        rows = [int(row) for row in np.argsort(self.data.lengths, kind="stable")[:2]]
+        losses = []
+        with torch.no_grad():
+            for sequences in ([rows], [[row] for row in rows]):
+                batch = make_batch(self.data, sequences, self.pad_id)
+                losses.append(float(batch_loss(self.built.loss_model, batch, self.ranks.device)))
+        self.sharded.after_step()
+        tolerance = 1e-4 if self.precision.compute == torch.float32 else 2e-2
+        if abs(losses[0] - losses[1]) > tolerance * max(1.0, abs(losses[1])):
+            raise ConfigError(
+                f"Packing does not isolate documents in this model: loss {losses[0]:.5f} packed, {losses[1]:.5f} apart.",
+                "Set data.packing=false",
+            )
+        self.log.say("packing: documents isolated (packed and separate losses agree)")
+
+    def train(self, first_step: int) -> None:
+        """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
+        train = self.config.train
+        for number in range(first_step + 1, len(self.steps) + 1):
+            epoch, window = self.steps[number - 1]
+            self._step(number, epoch, window)
+            last = number == len(self.steps)
+            ends_epoch = last or self.steps[number][0] != epoch
+            due = number % train.eval_every == 0 if train.eval_every else ends_epoch
+            if self.held_out is not None and (due or last):
+                self.last_eval = self.evaluate(number)
+            if last or (train.save_every and number % train.save_every == 0):
+                self.save(number)
+
+    def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
+        """One optimizer step over one window of whole documents.
+
+        Loss = sum of token losses / number of supervised tokens in the window over all ranks; that number is known before
+        the first micro-batch, so gradients only ever have to be summed.
+        """
+        started = time.perf_counter()
+        train, ranks, device = self.config.train, self.ranks, self.ranks.device
+        layout = self._layout(window)
+        num_supervised = int(self.data.supervised[window].sum())
+        num_tokens = int(self.data.lengths[window].sum())
+        if number == 1:
+            self.log.say(
+                f"{len(window)} rows = {num_tokens:,} tokens = {ranks.num_ranks} ranks x {len(layout)} micro-batches"
+            )
+        if num_supervised == 0:
+            self.log.record("skipped", step=number, epoch=epoch, rows=len(window))
+            return
+        loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+        for index, micro in enumerate(layout):
+            rows = micro[ranks.rank]
+            seed_everything(dropout_seed(train.seed, number, rows))
+            batch = make_batch(self.data, rows, self.pad_id)
+            with self.sharded.microbatch(last=index == len(layout) - 1):
+                loss = batch_loss(self.built.loss_model, batch, device) / num_supervised
+                loss.backward()
+            loss_sum += loss.detach()
+        loss_value = float(ranks.sum(loss_sum))
+        shards = self.sharded.shards()
+        norm = gradient_norm(self.sharded, shards, ranks)
+        require_finite(shards, norm, loss_value, number, ranks)
+        clip_gradients(shards, norm, train.clip_norm)
+        rate = learning_rate_at(number, len(self.steps), self.config.learning_rate, train.schedule, train.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.sharded.after_step()
+        seconds = time.perf_counter() - started
+        self.last_loss = loss_value
+        self.tokens_done += num_tokens
+        self.step_seconds += seconds
+        self.peak_bytes = peak_memory_bytes(device)
+        self.log.step(
+            step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
+            tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
+            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
+        )  # fmt: skip
+
+    def evaluate(self, step: int) -> float:
+        """Held-out loss per supervised token, recorded; a collective call."""
+        assert self.held_out is not None
+        ranks = self.ranks
+        loss = held_out_loss(
+            self.built.loss_model, self.held_out, self.micro_batch, self.pad_id, ranks.device, ranks.rank, ranks.num_ranks,
+            ranks.sum,
+        )  # fmt: skip
+        self.sharded.after_step()
+        self.log.record("eval", step=step, loss=loss, rows=len(self.held_out))
+        self.log.say(f"step {step}: held-out loss {loss:.4f} over {len(self.held_out)} rows")
+        return loss
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of ``step``, with the logits by which a merge is proven."""
+        ids, _ = self.data.row(0)
+        tokens = torch.as_tensor(np.asarray(ids[:PROOF_TOKENS]), dtype=torch.long)[None]
+        self.built.loss_model.eval()
+        with torch.no_grad():
+            logits = self.built.loss_model(tokens.to(self.ranks.device), None, own_logits=True)[0].cpu()
+        self.built.loss_model.train()
+        self.sharded.after_step()
+        trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
+        if self.config.method == "lora":
+            trainer["adapter"] = adapter_settings(self.config.lora)
+        facts = {"method": self.config.method, "base_model": str(Path(self.config.model.path).resolve()), "trainer": trainer}
+        proof = {"tokens": tokens, "logits": logits}
+        folder = save_checkpoint(
+            self.run, step, self.sharded, self.moments, self.ranks, facts, proof, self.config.train.keep_last
+        )
+        self.log.record("checkpoint", step=step, path=str(folder))
+
+    def resume(self, step: int) -> int:
+        """Load the checkpoint of ``step`` into the shards and the optimizer; returns the step to go on from."""
+        manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
+        set_step_count(self.optimizer, step)
+        self.last_eval = manifest.trainer.get("last_eval")
+        if manifest.trainer["num_steps"] != len(self.steps):
+            raise ConfigError(
+                f"The run was planned for {manifest.trainer['num_steps']} steps, the recipe now means {len(self.steps)}.",
+                "Resume with the run's own recipe.",
+            )
+        self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
+        return step
+
+    def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
+        data = self.config.data
+        return lay_out(
+            window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, data.packing, data.max_length
+        )
+
+
+def dropout_seed(seed: int, step: int, sequences: list[list[int]]) -> int:
+    """Seed of one micro-batch's dropout: a function of run seed, step and its first row, so nothing need be stored."""
+    first = sequences[0][0] if sequences else 0
+    return (seed * 1_000_003 + step * 8_191 + first) % (1 << 63)
+

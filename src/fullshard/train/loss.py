@@ -1,0 +1,102 @@
+"""The loss of a step, inside the sharding root.
+
+Shapes: B sequences, S positions, N supervised positions, H hidden size, V vocabulary.
+Decoder, head and loss run inside ``LossModel.forward``: a head used outside the root's forward fails under fully_shard.
+Only supervised positions go through the head, in chunks, so that full logits (B S V) never exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.model.blocks import find_decoder
+
+CHUNK_LOGIT_BYTES = 256 << 20  # fp32 logits of one chunk
+
+
+class LossModel(nn.Module):
+    """A causal language model whose forward returns the summed loss.
+
+    ``name_prefix`` is what this wrapper puts in front of parameter names; the engines take it away again.
+    """
+
+    name_prefix = "causal_lm."
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.uses_own_logits = False  # set by ``check_loss_path`` where our path and the model's own differ
+        self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * causal_lm.config.get_text_config().vocab_size))
+
+    def forward(
+        self,
+        input_ids_BS: torch.Tensor,
+        labels_BS: torch.Tensor | None,
+        position_ids_BS: torch.Tensor | None = None,
+        attention_mask_BS: torch.Tensor | None = None,
+        own_logits: bool = False,
+    ) -> torch.Tensor:
+        """Sum over supervised positions of the token losses (natural log, fp32 scalar).
+
+        ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS`` only
+        for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions under
+        causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``) the model's.
+        """
+        arguments = {"input_ids": input_ids_BS, "use_cache": False}
+        if position_ids_BS is not None:
+            arguments["position_ids"] = position_ids_BS
+        if attention_mask_BS is not None:
+            arguments["attention_mask"] = attention_mask_BS
+        if own_logits or self.uses_own_logits:
+            logits_BSV = self.causal_lm(**arguments).logits.float()
+            if labels_BS is None:
+                return logits_BSV
+            return functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+        hidden_BSH = find_decoder(self.causal_lm)(**arguments)[0]
+        head = self.causal_lm.get_output_embeddings()
+        if labels_BS is None:
+            return self._finish(head(hidden_BSH))
+        hidden_NH, labels_N = select_supervised(hidden_BSH, labels_BS)
+        chunks = list(zip(hidden_NH.split(self.chunk_rows), labels_N.split(self.chunk_rows), strict=True))
+        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the other
+        # chunks use its plain forward and are recomputed in backward, while its weights are still gathered.
+        loss = self._chunk_loss(head, *chunks[0])
+        for hidden_CH, labels_C in chunks[1:]:
+            loss = loss + checkpoint(self._chunk_loss, head.forward, hidden_CH, labels_C, use_reentrant=False)
+        return loss
+
+    def _chunk_loss(self, head: Any, hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self._finish(head(hidden_CH)), labels_C, reduction="sum")
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """The family's own rule between head and loss, by config field; fp32 from here on."""
+        config = self.causal_lm.config.get_text_config()
+        logits = logits.float()
+        if getattr(config, "logits_scaling", None):  # granite
+            logits = logits / config.logits_scaling
+        if getattr(config, "logit_scale", None):  # cohere
+            logits = logits * config.logit_scale
+        if getattr(config, "lm_head_multiplier", None):  # falcon_h1
+            logits = logits * config.lm_head_multiplier
+        if getattr(config, "final_logit_softcapping", None):  # gemma2, gemma3
+            cap = config.final_logit_softcapping
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and labels of the supervised positions: (N, H) and (N,).
+
+    With none, the first position with its label -100: a rank with nothing supervised still runs the head, with zero
+    weight, so that every rank takes part in the same collectives.
+    """
+    labels = labels_BS.flatten()
+    chosen = (labels != -100).nonzero().flatten()
+    if chosen.numel() == 0:
+        chosen = torch.zeros(1, dtype=torch.long, device=labels.device)
+    return hidden_BSH.flatten(0, 1).index_select(0, chosen), labels.index_select(0, chosen)

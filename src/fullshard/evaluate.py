@@ -1,0 +1,231 @@
+"""Judge a model on rows of data: loss per supervised token, and greedy answers compared with the expected ones.
+
+The loss is the one of training (``fullshard.train.loss`` through ``held_out_loss``), so that both figures may be compared.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.config import DataSection
+from fullshard.data.chat import render
+from fullshard.data.sources import Row, read_rows
+from fullshard.errors import DataError
+from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
+from fullshard.run_folder import read_json
+from fullshard.train.held_out import held_out_loss
+from fullshard.train.loss import LossModel
+
+MERGE_FACTS = "merge.json"
+NO_LIMIT = 1 << 30
+SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, rows done, rows in all)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row: the prompt's last message, the expected answer, and what the model said (greedy)."""
+
+    origin: str  # file:line
+    prompt: str
+    expected: str
+    answer: str
+    correct: bool  # equal after stripping white space at both ends
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What a model achieves on a data file; ``base`` holds the same for the model it is compared with."""
+
+    model: str
+    rows: int  # rows that the loss covers
+    supervised_tokens: int
+    loss: float  # nats per supervised token
+    num_answers: int  # rows with an expected answer; 0 for plain text
+    num_correct: int
+    answers: tuple[Answer, ...]
+    left_out: tuple[str, ...]  # "file:line: reason" of each row that the loss or the answers leave out
+    base: EvalResult | None = None
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of correct answers; None where no row has an expected answer."""
+        return self.num_correct / self.num_answers if self.num_answers else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values, with ``exact_match``."""
+        value = asdict(self) | {"exact_match": self.exact_match}
+        value["base"] = self.base.to_json() if self.base else None
+        return value
+
+    def lines(self) -> list[str]:
+        """Lines to print: the figures of the model, next to those of the base where there is one."""
+        results = [("base", self.base)] if self.base else []
+        lines = []
+        for name, result in [*results, ("model", self)]:
+            text = f"{name}: loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens in {result.rows} rows"
+            if result.exact_match is not None:
+                text += f"; exact match {result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
+            lines.append(text)
+        if self.left_out:
+            lines.append(f"left out: {len(self.left_out)} rows, first {self.left_out[0]}")
+        return lines
+
+
+class RenderedRows:
+    """Rows as token ids in memory, read like prepared data. ``lengths`` and ``supervised`` are int64, one a row."""
+
+    def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._rows = rows
+        self.lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
+        self.supervised = np.array([int(supervised[1:].sum()) for _, supervised in rows], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int64) and which of them are supervised (bool) of one row."""
+        return self._rows[index]
+
+
+def evaluate_run(
+    model: str | Path | Answerer,
+    data: str | Path,
+    base: str | Path | Answerer | None = None,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int = 16,
+    settings: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Evaluate a model folder on a data file, and ``base`` on the same rows next to it.
+
+    ``limit``: only the first rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys
+    of the recipe's data section (columns, system, loss_on) that say how rows are read; default: those of the run that the
+    model was merged from, else none. Raises DataError where no row can be used, ModelError, ConfigError.
+    """
+    if settings is None:
+        settings = _run_settings(model)
+    section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
+    if limit is not None and limit < 1:
+        raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
+    rows = read_rows([str(data)], section)[:limit]
+    if not rows:
+        raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
+    compared = None
+    if base is not None:
+        compared = _evaluate(base, rows, section, max_new_tokens, batch_size, progress, None)
+        gc.collect()  # the base's weights go before the model's come
+    return _evaluate(model, rows, section, max_new_tokens, batch_size, progress, compared)
+
+
+def _evaluate(
+    model: str | Path | Answerer,
+    rows: list[Row],
+    section: DataSection,
+    max_new_tokens: int | None,
+    batch_size: int,
+    progress: Progress | None,
+    base: EvalResult | None,
+) -> EvalResult:
+    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
+    name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
+    used, left_out = _render_rows(answerer, rows, section)
+    say = progress or (lambda what, done, total: None)
+    say("loss", 0, len(used))
+    loss = held_out_loss(
+        LossModel(answerer.model),
+        used,
+        (batch_size, "rows"),
+        answerer.tokenizer.pad_token_id or 0,
+        answerer.model.device,
+    )
+    say("loss", len(used), len(used))
+    answers, skipped = _answers(answerer, rows, max_new_tokens, batch_size, say)
+    return EvalResult(
+        model=name,
+        rows=len(used),
+        supervised_tokens=int(used.supervised.sum()),
+        loss=loss,
+        num_answers=len(answers),
+        num_correct=sum(answer.correct for answer in answers),
+        answers=tuple(answers),
+        left_out=tuple(left_out + skipped),
+        base=base,
+    )
+
+
+def _run_settings(model: str | Path | Answerer) -> dict[str, Any]:
+    """How the run that a merged folder came from read its rows; empty for any other model."""
+    if isinstance(model, Answerer) or not (Path(model).expanduser() / MERGE_FACTS).is_file():
+        return {}
+    return read_json(Path(model).expanduser() / MERGE_FACTS).get("settings", {})
+
+
+def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
+    """The rows as the training sees them, without those that are too long or have nothing to learn."""
+    limit = answerer.max_positions or NO_LIMIT
+    used, left_out = [], []
+    for row in rows:
+        ids, supervised = _render(answerer, row, section)
+        if len(ids) > limit:
+            left_out.append(f"{row.origin}: {len(ids)} tokens, the model has {limit} positions (loss)")
+        elif not supervised[1:].any():
+            left_out.append(f"{row.origin}: no supervised token (loss)")
+        else:
+            used.append((ids, supervised))
+    if not used:
+        raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
+    return RenderedRows(used), left_out
+
+
+def _render(answerer: Answerer, row: Row, section: DataSection) -> tuple[np.ndarray, np.ndarray]:
+    if row.messages:
+        ids, supervised = render(answerer.tokenizer, row.messages, section.loss_on)
+    else:
+        ids = [*answerer.tokenizer(row.text)["input_ids"], answerer.tokenizer.eos_token_id]
+        supervised = [True] * len(ids)
+    return np.asarray(ids, dtype=np.int64), np.asarray(supervised, dtype=bool)
+
+
+def _answers(
+    answerer: Answerer, rows: list[Row], max_new_tokens: int | None, batch_size: int, say: Progress
+) -> tuple[list[Answer], list[str]]:
+    """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer."""
+    asked = [row for row in rows if row.messages and row.messages[-1]["role"] == "assistant"]
+    asked = [row for row in asked if len(row.messages) > 1]
+    if not asked or not answerer.has_template:
+        return [], []
+    if max_new_tokens is None:
+        expected = [answerer.tokenizer(row.messages[-1]["content"])["input_ids"] for row in asked]
+        max_new_tokens = max(len(ids) for ids in expected) + SPARE_TOKENS
+    limit = answerer.max_positions or NO_LIMIT
+    fitting, prompts, left_out = [], [], []
+    for row in asked:
+        ids = prompt_tokens(answerer, row.messages[:-1])
+        room = limit - len(ids)
+        if room < max_new_tokens:
+            left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {max_new_tokens} new ones (answer)")
+        else:
+            fitting.append(row)
+            prompts.append(ids)
+    generated = generate_ids(
+        answerer,
+        prompts,
+        max_new_tokens,
+        batch_size=batch_size,
+        progress=lambda done, total: say("answers", done, total),
+    )
+    answers = []
+    for row, ids in zip(fitting, generated, strict=True):
+        expected, answer = row.messages[-1]["content"].strip(), decode(answerer, ids).strip()
+        answers.append(Answer(row.origin, row.messages[-2]["content"], expected, answer, answer == expected))
+    return answers, left_out

@@ -1,0 +1,137 @@
+"""A conversation in the terminal: answers appear word by word; works with a keyboard and with piped lines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers import TextStreamer
+
+from fullshard.errors import UserError
+from fullshard.infer.generate import (
+    Answerer,
+    check_length,
+    generation_settings,
+    load_for_inference,
+    prompt_tokens,
+)
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+
+class ConsoleStreamer(TextStreamer):
+    """Prints the answer as it is made and keeps its text."""
+
+    def __init__(self, tokenizer: Any, writer: TextIO) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text = ""
+        self._writer = writer
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by ``generate`` with each finished piece of text."""
+        self.text += text
+        self._writer.write(text)
+        self._writer.flush()
+
+
+def chat_loop(
+    model: str | Path | Answerer,
+    system: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    reader: TextIO | None = None,
+    writer: TextIO | None = None,
+) -> int:
+    """Talk until /exit or the end of input; returns the number of answers given.
+
+    Each line is one user message. A model without a chat template completes each line by itself, without memory.
+    ``reader`` and ``writer`` default to the terminal. Raises UserError only where the model cannot be loaded or the
+    settings do not fit it.
+    """
+    reader, writer = reader or sys.stdin, writer or sys.stdout
+    console = Console(file=writer, highlight=False)
+    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
+    if answerer.has_template:
+        console.print(f"[dim]{HELP}[/dim]")
+    else:
+        prompt_tokens(answerer, "", system)  # refuses a system message
+        console.print(f"[dim]no chat template: every line is completed by itself; {HELP}[/dim]")
+    messages: list[dict[str, str]] = []
+    num_answers = 0
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        while (line := _read_line(reader, writer)) is not None:
+            match line.strip():
+                case "":
+                    continue
+                case "/exit" | "/quit":
+                    break
+                case "/reset":
+                    messages.clear()
+                    console.print("[dim]the conversation starts anew[/dim]")
+                    continue
+                case text if text.startswith("/") and " " not in text:
+                    console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
+                    continue
+                case text:
+                    messages.append({"role": "user", "content": text})
+            try:
+                answer = _answer(answerer, messages, system, max_new_tokens, temperature, top_p, writer)
+            except UserError as error:
+                messages.pop()
+                console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
+                continue
+            messages.append({"role": "assistant", "content": answer})
+            num_answers += 1
+    return num_answers
+
+
+def _read_line(reader: TextIO, writer: TextIO) -> str | None:
+    """The next line, or None at the end of the input. A prompt is shown on a terminal only."""
+    if reader is sys.stdin and reader.isatty():
+        try:
+            return input("> ")  # line editing through readline
+        except (EOFError, KeyboardInterrupt):
+            writer.write("\n")
+            return None
+    return reader.readline() or None
+
+
+def _answer(
+    answerer: Answerer,
+    messages: list[dict[str, str]],
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    writer: TextIO,
+) -> str:
+    """Stream one answer to the last message; what was said until then where Ctrl-C stops it."""
+    prompt = messages if answerer.has_template else messages[-1]["content"]
+    ids = prompt_tokens(answerer, prompt, system)
+    if answerer.max_positions is not None:
+        max_new_tokens = min(max_new_tokens, max(1, answerer.max_positions - len(ids)))
+    check_length(answerer, len(ids), max_new_tokens, "The conversation")
+    streamer = ConsoleStreamer(answerer.tokenizer, writer)
+    input_ids = torch.tensor([ids], device=answerer.model.device)
+    try:
+        with torch.inference_mode():
+            output = answerer.model.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
+                streamer=streamer,
+            )
+        if output.shape[1] - len(ids) == max_new_tokens and output[0, -1].item() not in answerer.stop_ids:
+            writer.write(f" [cut after {max_new_tokens} tokens]")
+    except KeyboardInterrupt:
+        writer.write(" [stopped]")
+    writer.write("\n")
+    writer.flush()
+    return streamer.text

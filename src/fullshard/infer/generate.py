@@ -1,0 +1,205 @@
+"""Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls.
+
+Prompts are padded on the left by us, whatever the tokenizer's file says, and pads are masked by place, so that the pad
+token may equal the stop token. Shapes: B prompts of a batch, S tokens of the longest prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.data.chat import render_prompt
+from fullshard.device import select_device
+from fullshard.errors import ConfigError
+from fullshard.infer.generation_config import stop_ids, union_of_ids
+from fullshard.model.load import load_plain
+
+Prompt = str | list[dict[str, str]]
+"""A user message (plain text where the model has no chat template), or a list of role/content messages."""
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A model loaded for inference, with its tokenizer and where it stops."""
+
+    model: Any
+    tokenizer: Any
+    stop_ids: tuple[int, ...]  # ids that end an answer
+    max_positions: int | None  # most tokens of prompt and answer together; None where the model has no limit
+
+    @property
+    def has_template(self) -> bool:
+        """Whether prompts go through a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+
+def load_for_inference(path: str | Path) -> Answerer:
+    """Load a model folder once: fp32 on CPU, bf16 on an accelerator. Raises ModelError where it is incomplete."""
+    folder = Path(path).expanduser()
+    device = select_device(0)
+    model, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    return answerer_of(model.to(device), tokenizer, stop_ids(folder))
+
+
+def answerer_of(model: Any, tokenizer: Any, ids: Sequence[int] = ()) -> Answerer:
+    """Wrap a model that is already loaded; ``ids`` end an answer (default: the tokenizer's end token)."""
+    from transformers import GenerationConfig
+
+    # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
+    model.generation_config = GenerationConfig()
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    return Answerer(model.eval(), tokenizer, tuple(ids) or tuple(union_of_ids(tokenizer.eos_token_id)), limit)
+
+
+def generate_text(
+    model: str | Path | Answerer,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 16,
+    system: str | None = None,
+    top_p: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[str]:
+    """The answers to ``prompts``, in their order, without special tokens.
+
+    ``temperature`` 0 is greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by
+    ``seed``. ``system`` is put before prompts that have no system message. ``progress``: called with (done, in all).
+    Raises ConfigError for settings that do not fit and for a prompt that with its answer exceeds the model's positions.
+    """
+    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
+    prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
+    answers = generate_ids(answerer, prompt_ids, max_new_tokens, temperature, seed, batch_size, top_p, progress)
+    return [decode(answerer, ids) for ids in answers]
+
+
+def decode(answerer: Answerer, ids: Sequence[int]) -> str:
+    """The text of an answer, without special tokens."""
+    return answerer.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def prompt_tokens(answerer: Answerer, prompt: Prompt, system: str | None = None) -> list[int]:
+    """The token ids of one prompt, up to where the answer begins."""
+    if answerer.has_template:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None and all(message["role"] != "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": system})
+        return list(render_prompt(answerer.tokenizer, messages))
+    if system is not None or not isinstance(prompt, str):
+        raise ConfigError(
+            "This model has no chat template, so it takes plain text only, without a system message or roles.",
+            "Pass the prompt as one string.",
+        )
+    return list(answerer.tokenizer(prompt)["input_ids"])
+
+
+def generate_ids(
+    answerer: Answerer,
+    prompt_ids: Sequence[Sequence[int]],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 16,
+    top_p: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id."""
+    _check_settings(max_new_tokens, temperature, batch_size, top_p)
+    for number, ids in enumerate(prompt_ids, 1):
+        check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
+    by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
+    answers: list[list[int]] = [[] for _ in prompt_ids]
+    devices = [] if answerer.model.device.type == "cpu" else [answerer.model.device]
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        torch.manual_seed(seed)
+        for start in range(0, len(by_length), batch_size):
+            chosen = by_length[start : start + batch_size]
+            batch = [prompt_ids[index] for index in chosen]
+            for index, answer in zip(
+                chosen, _generate_batch(answerer, batch, max_new_tokens, temperature, top_p), strict=True
+            ):
+                answers[index] = answer
+            if progress:
+                progress(min(start + batch_size, len(by_length)), len(by_length))
+    return answers
+
+
+def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str = "The prompt") -> None:
+    """Raise ConfigError where a prompt is empty or, with its answer, exceeds the model's positions."""
+    limit = answerer.max_positions
+    if num_prompt_tokens == 0:
+        raise ConfigError(f"{name} is empty: it has no token.", "Write at least one word.")
+    if limit is not None and num_prompt_tokens + max_new_tokens > limit:
+        room = limit - num_prompt_tokens
+        hint = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
+        raise ConfigError(
+            f"{name} has {num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is "
+            f"{num_prompt_tokens + max_new_tokens}, but the model has {limit} positions.",
+            hint,
+        )
+
+
+def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> Any:
+    """The transformers GenerationConfig of one call; nothing else steers ``generate``."""
+    from transformers import GenerationConfig
+
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(answerer.stop_ids) or None,
+        pad_token_id=_pad_id(answerer),
+        **sampling,
+    )
+
+
+def _pad_id(answerer: Answerer) -> int:
+    pad_id = answerer.tokenizer.pad_token_id
+    if pad_id is None or pad_id >= answerer.model.config.get_text_config().vocab_size:
+        return answerer.stop_ids[0] if answerer.stop_ids else 0
+    return pad_id
+
+
+@torch.inference_mode()
+def _generate_batch(
+    answerer: Answerer, batch: list[Sequence[int]], max_new_tokens: int, temperature: float, top_p: float
+) -> list[list[int]]:
+    longest = max(len(ids) for ids in batch)
+    input_ids_BS = torch.full((len(batch), longest), _pad_id(answerer))
+    attention_mask_BS = torch.zeros(len(batch), longest, dtype=torch.int64)
+    for row, ids in enumerate(batch):
+        input_ids_BS[row, longest - len(ids) :] = torch.tensor(list(ids))
+        attention_mask_BS[row, longest - len(ids) :] = 1
+    device = answerer.model.device
+    output = answerer.model.generate(
+        input_ids=input_ids_BS.to(device),
+        attention_mask=attention_mask_BS.to(device),
+        generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
+    )
+    return [_cut(row, answerer.stop_ids) for row in output[:, longest:].tolist()]
+
+
+def _cut(ids: list[int], ends: tuple[int, ...]) -> list[int]:
+    for place, token in enumerate(ids):
+        if token in ends:
+            return ids[:place]
+    return ids
+
+
+def _check_settings(max_new_tokens: int, temperature: float, batch_size: int, top_p: float) -> None:
+    problems = [
+        (max_new_tokens < 1, f"max_new_tokens must be at least 1; it is {max_new_tokens}."),
+        (not 0 <= temperature <= 100, f"temperature must be 0 (greedy) or above; it is {temperature}."),
+        (batch_size < 1, f"batch_size must be at least 1; it is {batch_size}."),
+        (not 0 < top_p <= 1, f"top_p must be above 0 and at most 1; it is {top_p}."),
+        (top_p != 1 and temperature == 0, f"top_p {top_p} has no effect at temperature 0."),
+    ]
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(message, "Greedy: temperature 0 and top_p 1. Sampling: for example temperature 0.7.")

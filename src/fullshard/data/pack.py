@@ -87,7 +87,7 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """First-fit decreasing into sequences of at most ``max_length`` tokens; at least one sequence a rank if possible."""
+    """First-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
     total = sum(int(lengths[row]) for row in rows)

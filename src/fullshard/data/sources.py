@@ -258,7 +258,7 @@ def _make_row(record: dict[str, Any], columns: dict[str, str], data: DataSection
 def _join_columns(
     record: dict[str, Any], columns: dict[str, str], recognised: bool, origin: str
 ) -> list[dict[str, str]]:
-    """One message a part, in the order system, user, assistant; columns of the same part are joined by an empty line."""
+    """One message a part, in the order system, user, assistant; columns of one part are joined by an empty line."""
     parts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
     for name, part in columns.items():
         if part == "system" and record[name] in (None, ""):

@@ -25,7 +25,7 @@ from fullshard.planning.shape import ModelShape
 CPU_PROCESS_BYTES = 450_000_000  # torch + transformers + peft + gloo, anonymous, after the first step
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
-LOGITS_CHUNK_TOKENS = 1024  # supervised positions that the loss handles at once
+LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES = 100_000_000
 
 
@@ -126,13 +126,20 @@ def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
         activations = tokens * layers * per_token
         formula = f"{tokens:,} tokens x {layers} blocks x {per_token:,}"
     mask = (1 + job.compute_bytes) * tokens * job.longest
-    chunk = min(LOGITS_CHUNK_TOKENS, tokens)
-    logits = chunk * shape.vocab_size * (job.compute_bytes + 8)
+    chunk = min(logits_chunk_rows(shape), tokens)
+    logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [
         Line("activations", activations, formula, "backward"),
         Line("attention mask", mask, f"{1 + job.compute_bytes} x {tokens:,} x {job.longest:,}", "backward"),
-        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {job.compute_bytes + 8}", "backward"),
+        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "backward"),
     ]
+
+
+def logits_chunk_rows(shape: ModelShape) -> int:
+    """Supervised positions whose logits exist at once, as the loss cuts them."""
+    from fullshard.train.loss import CHUNK_LOGIT_BYTES
+
+    return max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size))
 
 
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:

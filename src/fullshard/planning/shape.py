@@ -6,15 +6,12 @@ guessed at.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config import LoraSection
-from fullshard.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,42 +44,19 @@ class ModelShape:
     largest_tensor: int
 
 
-def read_shape(model_path: str | Path) -> ModelShape:
-    """Shape of the model in a Hugging Face folder. Reads config.json only; raises ModelError where it can't be built."""
-    return shape_of(build_on_meta(model_path))
-
-
-def build_on_meta(model_path: str | Path) -> nn.Module:
-    """The causal language model of a folder's config.json on the meta device: names and shapes, no memory."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = Path(model_path)
-    if not (path / "config.json").is_file():
-        given = "no such folder" if not path.is_dir() else "it has no config.json"
-        raise ModelError(
-            f"{path} is not a model folder: {given}.", "Pass the folder that holds config.json and *.safetensors."
-        )
-    try:
-        settings = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(settings)
-    except (ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} can't be built as a causal language model: {error}", "Check its config.json.") from None
-
-
 def shape_of(model: nn.Module) -> ModelShape:
     """Shape of a built model, on any device."""
     import torch
 
+    from fullshard.model.blocks import find_blocks, is_tied
+
     settings = model.config.get_text_config()
-    blocks = find_blocks(model)
+    blocks = list(find_blocks(model)[1])
     block_sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     parameters = dict(model.named_parameters())  # tied weights appear once
     total = sum(parameter.numel() for parameter in parameters.values())
     table = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
-    tied = output is not None and output.weight is table
     outside = total - sum(block_sizes)
     head_matrix = output.weight.numel() if output is not None else table.numel()
     embeddings = sum(
@@ -101,7 +75,7 @@ def shape_of(model: nn.Module) -> ModelShape:
         blocks=sum(block_sizes),
         embedding=embeddings,
         head=outside - embeddings,
-        tied=tied,
+        tied=is_tied(model),
         active_block_matrices=sum(_active_matrices(block, settings) for block in blocks),
         head_matrix=head_matrix,
         vocab_size=head_matrix // settings.hidden_size,
@@ -119,16 +93,6 @@ def shape_of(model: nn.Module) -> ModelShape:
     )
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the module list with the most parameters. ModelError where the model has none."""
-    from torch import nn
-
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not lists:
-        raise ModelError(f"{type(model).__name__} has no list of repeated blocks.", "Such models can't be planned yet.")
-    return list(max(lists, key=lambda modules: sum(weight.numel() for weight in modules.parameters())))
-
-
 @dataclass(frozen=True)
 class AdapterShape:
     """``parameters`` of all adapters together; ``inputs_per_block``: features that the adapted layers of a block read."""
@@ -137,49 +101,17 @@ class AdapterShape:
     inputs_per_block: int
 
 
-def adapter_shape(model: nn.Module, lora: LoraSection) -> AdapterShape:
-    """Size of the adapters: rank x (inputs + outputs) of each matched linear layer, by PEFT's rules.
+def add_adapter_shape(model: nn.Module, lora: LoraSection) -> AdapterShape:
+    """Inject the adapters into ``model`` (on the meta device, in place) and measure them. ModelError if none fits."""
+    from fullshard.model.adapters import add_adapters
+    from fullshard.model.blocks import find_blocks
+    from fullshard.model.names import is_adapter
 
-    A list names modules by their last parts, one string is "all-linear" (all but the head) or a regular expression over
-    whole names. ModelError where nothing matches.
-    """
-    head = model.get_output_embeddings()
-    total = inputs = 0
-    for name, module in model.named_modules():
-        size = _linear_size(module)
-        if size is None or (lora.targets == "all-linear" and module is head):
-            continue
-        if lora.targets == "all-linear" or _matches(name, lora.targets):
-            total += lora.rank * sum(size)
-            inputs += size[0]
-    if not total:
-        raise ModelError(
-            f"lora.targets {lora.targets!r} fits no linear layer of {type(model).__name__}.",
-            'Use "all-linear", or names such as: ' + ", ".join(sorted(_linear_names(model))),
-        )
-    return AdapterShape(total, math.ceil(inputs / len(find_blocks(model))))
-
-
-def _matches(name: str, targets: str | list[str]) -> bool:
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _linear_names(model: nn.Module) -> set[str]:
-    return {name.split(".")[-1] for name, module in model.named_modules() if _linear_size(module)}
-
-
-def _linear_size(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a Linear or of transformers' transposed Conv1D; None for other modules."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    return None
+    num_blocks = len(find_blocks(model)[1])
+    add_adapters(model, lora)
+    adapters = {name: weight for name, weight in model.named_parameters() if is_adapter(name)}
+    inputs = sum(weight.shape[1] for name, weight in adapters.items() if ".lora_A." in name)
+    return AdapterShape(sum(weight.numel() for weight in adapters.values()), math.ceil(inputs / num_blocks))
 
 
 def _active_matrices(block: nn.Module, settings: Any) -> int:

@@ -1,0 +1,83 @@
+"""A finished plan: what a run needs and how its batches lie, ready to print and to store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fullshard.planning.memory import Line
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the planner decided and predicts. Bytes are per rank; seconds are a range, low to high."""
+
+    method: str
+    num_ranks: int
+    device: str  # cpu | cuda | npu
+    precision: str  # fp32 | bf16: the compute dtype
+    micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
+    recompute: bool
+    lines: tuple[Line, ...]
+    moments: dict[str, int]  # peak of load, train, eval, save, merge
+    peak_bytes: int  # the largest moment of the ranks (merge runs afterwards, alone)
+    usable_bytes: int
+    rows: int
+    tokens: int  # of one epoch
+    longest: int
+    is_estimate: bool  # tokens come from file sizes, not from prepared rows
+    num_steps: int
+    micro_batches: int  # of a typical step
+    batch: str  # "64 rows = 31,204 tokens = 4 ranks x 2 micro-batches"
+    seconds_low: float
+    seconds_high: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for plan.json."""
+        return asdict(self)
+
+    def to_lines(self) -> list[str]:
+        """The report, line by line."""
+        about = "~" if self.is_estimate else ""
+        counted = "estimated from file sizes" if self.is_estimate else "counted"
+        recompute = "recomputed" if self.recompute else "kept"
+        report = [
+            f"Plan: {self.method} on {self.num_ranks} x {self.device}, {self.precision}, activations {recompute},"
+            f" micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}",
+            f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
+            f"Step: {self.batch}; {self.num_steps:,} steps",
+            "Memory of one rank:",
+        ]
+        width = max(len(line.cause) for line in self.lines)
+        for line in self.lines:
+            when = {"always": "", "backward": "  (in backward)", "step": "  (in the optimizer's step)"}[line.when]
+            report.append(f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}  {line.formula}{when}")
+        peaks = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in self.moments.items())
+        report += [
+            f"Peaks: {peaks}",
+            f"Fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use",
+            f"Time: {format_minutes(self.seconds_low, self.seconds_high)}",
+        ]
+        return report + [f"Note: {note}" for note in self.notes]
+
+    def to_text(self) -> str:
+        """The report as one string."""
+        return "\n".join(self.to_lines())
+
+
+def format_bytes(count: int) -> str:
+    """Decimal units: ``1.25 GB``, ``310 MB``."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count} B"
+
+
+def format_minutes(low: float, high: float) -> str:
+    """``3 - 7 minutes``, ``20 - 50 seconds``, ``1.5 - 3 hours``."""
+    if high < 100:
+        return f"{low:.0f} - {high:.0f} seconds"
+    if high < 2 * 3600:
+        return f"{low / 60:.2g} - {high / 60:.2g} minutes" if low < 600 else f"{low / 60:.0f} - {high / 60:.0f} minutes"
+    return f"{low / 3600:.1f} - {high / 3600:.1f} hours"

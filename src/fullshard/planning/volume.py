@@ -1,0 +1,90 @@
+"""How much data a run has: from the prepared rows where they exist, else estimated from the files' bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fullshard.config import DataSection, RunConfig
+from fullshard.data.sources import Row, read_lines, read_rows
+from fullshard.run_folder import PREPARED
+
+BYTES_PER_TOKEN = 4  # English text in the vocabularies of today's models
+TEMPLATE_TOKENS = 6  # what a chat template puts around one message
+READ_WHOLE_BYTES = 64 << 20  # larger files are counted by lines, not read as rows
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Training rows by length. ``lengths``: (rows,) int64 tokens, at most max_length."""
+
+    lengths: np.ndarray
+    supervised_share: float  # supervised tokens / tokens
+    eval_rows: int
+    eval_tokens: int
+    is_estimate: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row known."""
+        return int(self.lengths.max())
+
+
+def read_volume(config: RunConfig) -> Volume:
+    """The run's prepared rows if its folder holds them, else an estimate from the files. DataError for unusable files."""
+    prepared = Path(config.output) / PREPARED
+    if (prepared / "train").is_dir():
+        return _prepared_volume(prepared)
+    lengths, supervised = _estimate_files(config.train_files, config.data)
+    eval_lengths = np.zeros(0, dtype=np.int64)
+    if isinstance(config.data.eval, str):
+        eval_lengths, _ = _estimate_files([config.data.eval], config.data)
+    elif config.data.eval:
+        count = max(1, round(config.data.eval * len(lengths)))
+        eval_lengths, lengths = lengths[:count], lengths[count:] if len(lengths) > count else lengths
+    return Volume(lengths, supervised, len(eval_lengths), int(eval_lengths.sum()), True)
+
+
+def _prepared_volume(prepared: Path) -> Volume:
+    from fullshard.data.prepared import open_prepared
+
+    data = open_prepared(prepared, "train")
+    lengths = np.asarray(data.lengths, dtype=np.int64)
+    supervised = float(np.asarray(data.supervised).sum()) / max(1, int(lengths.sum()))
+    if not (prepared / "eval").is_dir():
+        return Volume(lengths, supervised, 0, 0, False)
+    held_out = np.asarray(open_prepared(prepared, "eval").lengths)
+    return Volume(lengths, supervised, len(held_out), int(held_out.sum()), False)
+
+
+def _estimate_files(files: list[str], data: DataSection) -> tuple[np.ndarray, float]:
+    """Estimated token lengths, cut at max_length, and the estimated supervised share."""
+    found: list[int] = []
+    supervised = total = 0
+    for file in files:
+        path = Path(file)
+        if path.is_file() and path.stat().st_size > READ_WHOLE_BYTES and path.suffix.lower() == ".jsonl":
+            found += [max(4, len(line) // BYTES_PER_TOKEN) for _, line in read_lines(path) if line.strip()]
+            supervised, total = supervised + sum(found) // 2, total + sum(found)
+            continue
+        for row in read_rows(path, data):
+            tokens, answers = estimate_row(row, data.loss_on)
+            found.append(tokens)
+            supervised, total = supervised + answers, total + tokens
+    lengths = np.minimum(np.array(found, dtype=np.int64), data.max_length)
+    return lengths, supervised / max(1, total)
+
+
+def estimate_row(row: Row, loss_on: str) -> tuple[int, int]:
+    """(tokens, supervised tokens) of a row by its bytes."""
+    if row.messages is None:
+        tokens = max(4, len((row.text or "").encode()) // BYTES_PER_TOKEN + 1)
+        return tokens, tokens
+    sizes = [len(message["content"].encode()) // BYTES_PER_TOKEN + 1 for message in row.messages]
+    tokens = sum(sizes) + TEMPLATE_TOKENS * len(sizes)
+    answers = [size + 1 for size, message in zip(sizes, row.messages, strict=True) if message["role"] == "assistant"]
+    if loss_on == "all":
+        return tokens, tokens
+    return tokens, sum(answers[-1:] if loss_on == "last" else answers)

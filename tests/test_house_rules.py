@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[int, str]] = {
     "train.recompute": (1, ""),
     "train.precision": (1, ""),
     "report.page": (1, ""),
+    "infer.model_folder": (1, ""),
     "ranks": (2, ""),
     "shard": (2, ""),
     "checkpoint": (2, ""),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -96,7 +98,7 @@ def train(
 ) -> None:
     """Train a recipe, sharded over ranks that this command starts itself (or under torchrun, its ranks)."""
     config = fullshard.load_config(recipe, overrides or ())
-    _print_trained(fullshard.train_run(config, ranks=ranks, debug=debug, quiet=json_output), json_output)
+    _print_trained(fullshard.train_run(config, ranks=ranks, quiet=json_output), json_output)
 
 
 @app.command()
@@ -116,7 +118,7 @@ def merge(
     if json_output:
         _print_json(result)
         return
-    print(result.line)
+    print("\n".join(result.lines))
     print(f"Next: fullshard chat {result.folder}")
 
 
@@ -128,10 +130,10 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     debug: Debug = False,
 ) -> None:
-    """Talk to a model in the terminal. An empty line or Ctrl-D ends it."""
-    from fullshard.infer.chat import start_chat
+    """Talk to a model in the terminal. Ctrl-D or /exit ends it."""
+    from fullshard.infer.chat import chat_loop
 
-    start_chat(model, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
+    chat_loop(model, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
 
 
 @app.command("eval")
@@ -140,13 +142,23 @@ def evaluate(
     data: Annotated[str, typer.Argument(metavar="DATA", help="Held-out rows, a .jsonl file.", show_default=False)],
     base: Annotated[str | None, typer.Option(help="The model before training.", show_default=False)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.", show_default=False)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Longest answer in tokens. Default: the longest expected, and 8.", show_default=False
+        ),
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print the answers to this many rows.")] = 5,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure a model on held-out rows: loss and exact match, next to the base model where --base names it."""
     result = fullshard.evaluate_run(model, data, base=base, limit=limit, max_new_tokens=max_new_tokens)
-    _print_json(result) if json_output else print(result.to_text())
+    if json_output:
+        _print_json(result)
+        return
+    _print_answers(result, show)
+    print("\n".join(result.lines()))
 
 
 @app.command(rich_help_panel=MORE)
@@ -169,19 +181,29 @@ def prepare(
     output: Annotated[
         str | None, typer.Option(help="Keep the prepared rows here. Default: keep nothing.", show_default=False)
     ] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
     config = fullshard.load_config(recipe, overrides or ())
-    result = fullshard.prepare_data(config, output)
-    _print_json(result) if json_output else print(result)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(output or Path(temporary) / "prepared")
+        result = fullshard.prepare_data(config, folder)
+        if json_output:
+            _print_json(result)
+            return
+        from fullshard.data.chat import load_tokenizer
+        from fullshard.data.prepared import preview
+
+        print("\n".join(result["report"]))
+        print("\n".join(preview(folder, "train", load_tokenizer(config.model.path), show)))
 
 
 @app.command(rich_help_panel=MORE)
-def resume(run: Run, ranks: Ranks = None, step: Step = None, debug: Debug = False) -> None:
+def resume(run: Run, ranks: Ranks = None, step: Step = None, json_output: Json = False, debug: Debug = False) -> None:
     """Continue an interrupted run from its newest checkpoint, on any number of ranks."""
-    _print_trained(fullshard.resume_run(run, ranks=ranks, step=step), False)
+    _print_trained(fullshard.resume_run(run, ranks=ranks, step=step, quiet=json_output), json_output)
 
 
 @app.command(rich_help_panel=MORE)
@@ -240,6 +262,25 @@ def _print_trained(result: Any, json_output: bool) -> None:
         _print_json(result)
         return
     print(f"Next: fullshard merge {result.run}")
+
+
+def _print_answers(result: Any, count: int) -> None:
+    """A table of the first answers: expected, the base's where there is one, the model's."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [[answer.prompt, answer.expected, answer.answer] for answer in result.answers[:count]]
+    names = ["question", "expected", "answer"]
+    if result.base:
+        names.insert(2, "base answer")
+        for row, answer in zip(rows, result.base.answers, strict=False):
+            row.insert(2, answer.answer)
+    table = Table(*names, show_lines=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if rows:
+        Console().print(table)
 
 
 def _print_json(value: Any) -> None:

@@ -13,7 +13,7 @@ class Plan:
     """What the planner decided and predicts. Bytes are per rank; seconds are a range, low to high."""
 
     method: str
-    num_ranks: int
+    ranks: int
     device: str  # cpu | cuda | npu
     precision: str  # fp32 | bf16: the compute dtype
     micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
@@ -43,7 +43,7 @@ class Plan:
         counted = "estimated from file sizes" if self.is_estimate else "counted"
         recompute = "recomputed" if self.recompute else "kept"
         report = [
-            f"Plan: {self.method} on {self.num_ranks} x {self.device}, {self.precision}, activations {recompute},"
+            f"Plan: {self.method} on {self.ranks} x {self.device}, {self.precision}, activations {recompute},"
             f" micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}",
             f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
             f"Step: {self.batch}; {self.num_steps:,} steps",

@@ -286,7 +286,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
     ranks_word = "rank" if num_ranks == 1 else "ranks"
     return Plan(
         method=config.method,
-        num_ranks=num_ranks,
+        ranks=num_ranks,
         device=facts.machine.kind,
         precision=precision,
         micro_batch=choice.micro_batch,

@@ -9,7 +9,7 @@ import numpy as np
 
 from fullshard.config import DataSection, RunConfig
 from fullshard.data.sources import Row, read_lines, read_rows
-from fullshard.run_folder import PREPARED
+from fullshard.run_folder import CONFIG, PREPARED, read_json
 
 BYTES_PER_TOKEN = 4  # English text in the vocabularies of today's models
 TEMPLATE_TOKENS = 6  # what a chat template puts around one message
@@ -34,17 +34,30 @@ class Volume:
 
 def read_volume(config: RunConfig) -> Volume:
     """The run's prepared rows if its folder holds them, else an estimate from the files. DataError for unusable files."""
-    prepared = Path(config.output) / PREPARED
-    if (prepared / "train").is_dir():
-        return _prepared_volume(prepared)
+    run = Path(config.output)
+    if (run / PREPARED / "train").is_dir() and _is_prepared_for(run, config):
+        return _prepared_volume(run / PREPARED)
     lengths, supervised = _estimate_files(config.train_files, config.data)
     eval_lengths = np.zeros(0, dtype=np.int64)
     if isinstance(config.data.eval, str):
         eval_lengths, _ = _estimate_files([config.data.eval], config.data)
     elif config.data.eval:
         count = max(1, round(config.data.eval * len(lengths)))
-        eval_lengths, lengths = lengths[:count], lengths[count:] if len(lengths) > count else lengths
+        if len(lengths) > count:
+            eval_lengths, lengths = lengths[:count], lengths[count:]
     return Volume(lengths, supervised, len(eval_lengths), int(eval_lengths.sum()), True)
+
+
+def _is_prepared_for(run: Path, config: RunConfig) -> bool:
+    """Whether the run folder's rows were made by this recipe: same data section, seed and model."""
+    if not (run / CONFIG).is_file():
+        return False
+    made = read_json(run / CONFIG)
+    return (
+        made["data"] == config.data.model_dump(mode="json")
+        and made["train"]["seed"] == config.train.seed
+        and Path(made["model"]["path"]) == Path(config.model.path).expanduser().resolve()
+    )
 
 
 def _prepared_volume(prepared: Path) -> Volume:

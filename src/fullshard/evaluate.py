@@ -1,6 +1,6 @@
 """Judge a model on rows of data: loss per supervised token, and greedy answers compared with the expected ones.
 
-The loss is the one of training (``fullshard.train.loss`` through ``held_out_loss``), so that both figures may be compared.
+The loss is the one of training (``fullshard.train.loss`` through ``held_out_loss``), so the two may be compared.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from fullshard.config import DataSection
-from fullshard.data.chat import render
+from fullshard.data.chat import Rendered, Renderer, choose_pad_id
 from fullshard.data.sources import Row, read_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
-from fullshard.run_folder import read_json
+from fullshard.infer.model_folder import read_merge_facts
 from fullshard.train.held_out import held_out_loss
 from fullshard.train.loss import LossModel
 
-MERGE_FACTS = "merge.json"
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 
@@ -66,18 +65,19 @@ class EvalResult:
         value["base"] = self.base.to_json() if self.base else None
         return value
 
-    def lines(self) -> list[str]:
-        """Lines to print: the figures of the model, next to those of the base where there is one."""
+    def to_text(self) -> str:
+        """The lines to print: the figures of the model, below those of the base where there is one."""
         results = [("base", self.base)] if self.base else []
         lines = []
         for name, result in [*results, ("model", self)]:
-            text = f"{name}: loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens in {result.rows} rows"
+            covered = f"{result.supervised_tokens:,} supervised tokens in {result.rows} rows"
+            text = f"{name}: loss {result.loss:.4f} over {covered}"
             if result.exact_match is not None:
                 text += f"; exact match {result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
             lines.append(text)
         if self.left_out:
             lines.append(f"left out: {len(self.left_out)} rows, first {self.left_out[0]}")
-        return lines
+        return "\n".join(lines)
 
 
 class RenderedRows:
@@ -108,9 +108,9 @@ def evaluate_run(
 ) -> EvalResult:
     """Evaluate a model folder on a data file, and ``base`` on the same rows next to it.
 
-    ``limit``: only the first rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys
-    of the recipe's data section (columns, system, loss_on) that say how rows are read; default: those of the run that the
-    model was merged from, else none. Raises DataError where no row can be used, ModelError, ConfigError.
+    ``limit``: only the first rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``:
+    keys of the recipe's data section (columns, system, loss_on) that say how rows are read; default: those of the run
+    that the model was merged from, else none. Raises DataError where no row can be used, ModelError, ConfigError.
     """
     if settings is None:
         settings = _run_settings(model)
@@ -145,7 +145,7 @@ def _evaluate(
         LossModel(answerer.model),
         used,
         (batch_size, "rows"),
-        answerer.tokenizer.pad_token_id or 0,
+        choose_pad_id(answerer.tokenizer),
         answerer.model.device,
     )
     say("loss", len(used), len(used))
@@ -165,35 +165,26 @@ def _evaluate(
 
 def _run_settings(model: str | Path | Answerer) -> dict[str, Any]:
     """How the run that a merged folder came from read its rows; empty for any other model."""
-    if isinstance(model, Answerer) or not (Path(model).expanduser() / MERGE_FACTS).is_file():
-        return {}
-    return read_json(Path(model).expanduser() / MERGE_FACTS).get("settings", {})
+    return {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
 
 
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
     """The rows as the training sees them, without those that are too long or have nothing to learn."""
     limit = answerer.max_positions or NO_LIMIT
     used, left_out = [], []
+    renderer = Renderer(answerer.tokenizer, section.loss_on)
     for row in rows:
-        ids, supervised = _render(answerer, row, section)
-        if len(ids) > limit:
-            left_out.append(f"{row.origin}: {len(ids)} tokens, the model has {limit} positions (loss)")
-        elif not supervised[1:].any():
-            left_out.append(f"{row.origin}: no supervised token (loss)")
-        else:
-            used.append((ids, supervised))
+        rendered: list[Rendered] = renderer.chat(row.messages) if row.messages else [renderer.plain_text(row.text)]
+        for part in rendered:
+            if len(part.ids) > limit:
+                left_out.append(f"{row.origin}: {len(part.ids)} tokens, the model has {limit} positions (loss)")
+            elif not any(part.supervised[1:]):
+                left_out.append(f"{row.origin}: no supervised token (loss)")
+            else:
+                used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
     if not used:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
     return RenderedRows(used), left_out
-
-
-def _render(answerer: Answerer, row: Row, section: DataSection) -> tuple[np.ndarray, np.ndarray]:
-    if row.messages:
-        ids, supervised = render(answerer.tokenizer, row.messages, section.loss_on)
-    else:
-        ids = [*answerer.tokenizer(row.text)["input_ids"], answerer.tokenizer.eos_token_id]
-        supervised = [True] * len(ids)
-    return np.asarray(ids, dtype=np.int64), np.asarray(supervised, dtype=bool)
 
 
 def _answers(

@@ -38,7 +38,7 @@ class ConsoleStreamer(TextStreamer):
         self._writer.flush()
 
 
-def chat_loop(
+def start_chat(
     model: str | Path | Answerer,
     system: str | None = None,
     max_new_tokens: int = 256,

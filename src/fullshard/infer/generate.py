@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fullshard.data.chat import render_prompt
+from fullshard.data.chat import choose_pad_id, render_prompt
 from fullshard.device import select_device
 from fullshard.errors import ConfigError
-from fullshard.infer.generation_config import stop_ids, union_of_ids
+from fullshard.infer.model_folder import stop_ids, union_of_ids
 from fullshard.model.load import load_plain
 
 Prompt = str | list[dict[str, str]]
@@ -160,10 +160,9 @@ def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: fl
 
 
 def _pad_id(answerer: Answerer) -> int:
-    pad_id = answerer.tokenizer.pad_token_id
-    if pad_id is None or pad_id >= answerer.model.config.get_text_config().vocab_size:
-        return answerer.stop_ids[0] if answerer.stop_ids else 0
-    return pad_id
+    """An id that the model's table has; which one does not matter, since pads are masked by place."""
+    pad_id = choose_pad_id(answerer.tokenizer)
+    return pad_id if pad_id < answerer.model.get_input_embeddings().weight.shape[0] else 0
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterSet:
-    """All adapters of a checkpoint by the parameter they change, and how many have moved from their start (B = 0)."""
+    """All adapters of a checkpoint by the parameter they change, and how many have moved from their start (B A = 0)."""
 
     by_parameter: dict[str, Adapter]
     num_moved: int
@@ -47,7 +47,7 @@ class AdapterSet:
     @property
     def line(self) -> str:
         """One line for the user."""
-        return f"adapters: {self.num_moved} of {len(self.by_parameter)} have moved (their B is not zero)"
+        return f"adapters: {self.num_moved} of {len(self.by_parameter)} have moved (B A is not zero)"
 
 
 def adapter_scale(settings: dict[str, Any]) -> float:
@@ -80,7 +80,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     for module, pair in pairs.items():
         _check_pair(module, pair, names, checkpoint, settings["rank"])
         down, up = checkpoint.read(pair["A"]).float(), checkpoint.read(pair["B"]).float()
-        num_moved += bool(up.count_nonzero())
+        num_moved += bool(up.count_nonzero()) and bool(down.count_nonzero())  # an embedding starts from A = 0
         left, right = (up, down) if names.module_kind(module) == "linear" else (down.T, up.T)
         adapters[names.canonical[f"{module}.weight"]] = Adapter(left, right, scale)
     if not num_moved:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from fullshard.checkpoint.format import hash_file
 from fullshard.errors import MergeError
+from fullshard.infer.model_folder import MERGE_FACTS
 from fullshard.merge.adapter import AdapterSet, read_adapters
 from fullshard.merge.names import ModelNames
 from fullshard.merge.outputs import plan_outputs
@@ -25,7 +26,6 @@ from fullshard.merge.writer import SHARD_BYTES, OutputTensor, write_weights
 from fullshard.model.load import WeightFiles
 from fullshard.run_folder import CONFIG, DATA, MERGED, PLAN, newest_checkpoint, read_json, require_run, write_json
 
-MERGE_FACTS = "merge.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[str], None]
@@ -34,7 +34,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MergeResult:
-    """A published merge. ``line`` is the proof; ``lines`` is all there is to print."""
+    """A published merge. ``line`` is the proof; ``to_text()`` is all there is to print."""
 
     folder: Path
     step: int
@@ -46,6 +46,14 @@ class MergeResult:
     num_positions: int
     mean_kl: float  # nats a position
     seconds: float
+
+    def to_text(self) -> str:
+        """The lines to print: adapters that moved, what had to be changed, the proof, the folder."""
+        return "\n".join(self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return asdict(self) | {"folder": str(self.folder)}
 
 
 def merge_run(

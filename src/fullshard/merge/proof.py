@@ -1,7 +1,7 @@
 """Prove that a merged folder is the training state.
 
 The folder is opened with plain transformers and computes the proof tokens' logits in fp32 on the CPU. What the storage
-dtype rounds away is kept apart from what a wrong merge would change, by comparing twice with the training state's logits:
+dtype rounds away is kept apart from what a wrong merge would change, by two comparisons with the logits of training:
 
 1. *Unrounded.* Every rounded tensor in the opened model is checked to be, bit for bit, the rounding of its exact fp32
    value, then replaced by that value. The logits must now be those of training: within 1e-3 of their range where

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from fullshard.infer.generation_config import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
+from fullshard.infer.model_folder import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
 from fullshard.merge.writer import OutputTensor
 from fullshard.run_folder import read_json, write_json
 

@@ -1,5 +1,6 @@
-"""Generation configs: where a model stops, and mending those that transformers refuses to save.
+"""What a model folder says of itself: where answers stop, its generation config, and how it was made.
 
+Transformers refuses to save some generation configs that it reads without a word.
 ``check_generation_config(folder)`` is for the start of a run; the merge writes what ``mended`` returns.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 from fullshard.run_folder import read_json
 
 GENERATION_CONFIG = "generation_config.json"
+MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAMS_ONLY = ("early_stopping", "length_penalty")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
@@ -29,6 +31,12 @@ def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """The model folder's generation config as a dict; empty where it has none."""
     path = folder / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
+
+
+def read_merge_facts(folder: Path) -> dict[str, Any]:
+    """What our merge wrote about this folder; empty for any other model."""
+    path = folder / MERGE_FACTS
     return read_json(path) if path.is_file() else {}
 
 

@@ -1,0 +1,122 @@
+"""Adapters that do not fit are refused with the first name that does not (HO-13)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from checkpoint_by_hand import load_fp32, logits_of, lora_run, write_run
+from tiny_models import make_model, make_tokenizer
+
+from fullshard.errors import MergeError
+from fullshard.merge.adapter import adapter_scale
+from fullshard.merge.job import merge_run
+
+SETTINGS = {"rank": 2, "alpha": 6.0, "targets": ["q_proj", "v_proj"], "use_rslora": False}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tokenizer(make_model(tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, base):
+    return lora_run(tmp_path_factory.mktemp("good") / "run", base, ["q_proj", "v_proj"])[1]
+
+
+def merge_renamed(tmp_path, base, weights, settings=SETTINGS):
+    write_run(tmp_path / "run", base, weights, logits_of(load_fp32(base)), "lora", adapter=settings)
+    return merge_run(tmp_path / "run")
+
+
+def test_eight_tensors_are_four_adapters(tmp_path, base):
+    _, weights, _ = lora_run(tmp_path / "run", base, ["q_proj", "v_proj"])
+    assert len(weights) == 8
+    assert "adapters: 4 of 4 have moved" in merge_run(tmp_path / "run").to_text()
+
+
+def test_one_that_never_moved_is_counted(tmp_path, base):
+    lora_run(tmp_path / "run", base, ["q_proj", "v_proj"], zero="first")
+    assert "adapters: 3 of 4 have moved" in merge_run(tmp_path / "run").to_text()
+
+
+def test_none_that_moved_is_refused(tmp_path, base):
+    lora_run(tmp_path / "run", base, ["q_proj", "v_proj"], zero="all")
+    with pytest.raises(MergeError, match="The adapter never moved: all 4 B"):
+        merge_run(tmp_path / "run")
+    assert not (tmp_path / "run/merged").exists()
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: "_orig_mod." + name,
+        lambda name: "module." + name,
+        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+        lambda name: name.replace(".self_attn.", "._checkpoint_wrapped_module.self_attn."),
+        lambda name: name.replace("layers.1.", "layers.2.").replace("layers.0.", "layers.1."),
+    ],
+)
+def test_names_of_other_wrappings_and_layers_are_refused(tmp_path, base, adapter, rename):
+    weights = {rename(name): value for name, value in adapter.items()}
+    with pytest.raises(MergeError) as caught:
+        merge_renamed(tmp_path, base, weights)
+    assert any(name in caught.value.message for name in weights)
+
+
+def test_empty_and_halved_adapters_are_refused(tmp_path, base, adapter):
+    with pytest.raises(MergeError, match="no adapter tensors"):
+        merge_renamed(tmp_path / "empty", base, {})
+    half = {name: value for name, value in adapter.items() if "lora_A" in name}
+    with pytest.raises(MergeError, match=re.escape(next(iter(half))) + " has no partner"):
+        merge_renamed(tmp_path / "half", base, half)
+
+
+def test_adapter_of_a_wider_base_is_refused(tmp_path, base):
+    wide = make_tokenizer(make_model(tmp_path / "wide", hidden_size=32))
+    _, weights, _ = lora_run(tmp_path / "wide_run", wide, ["q_proj", "v_proj"])
+    with pytest.raises(MergeError, match=r"lora_A\.weight has shape \(2, 32\).*needs \(2, 16\)"):
+        merge_renamed(tmp_path, base, weights)
+
+
+def test_another_rank_than_said_is_refused(tmp_path, base, adapter):
+    with pytest.raises(MergeError, match="rank 4"):
+        merge_renamed(tmp_path, base, adapter, SETTINGS | {"rank": 4})
+
+
+def test_an_adapter_on_a_shared_weight_is_refused(tmp_path):
+    tied = make_tokenizer(make_model(tmp_path / "tied", tied=True))
+    lora_run(tmp_path / "run", tied, ["embed_tokens"])
+    with pytest.raises(MergeError, match=r"adapts model\.embed_tokens, whose weight the embedding and the head share"):
+        merge_run(tmp_path / "run")
+
+
+def test_a_wrong_scale_fails_the_proof(tmp_path, base):
+    from fullshard.checkpoint.format import MANIFEST
+    from fullshard.run_folder import read_json, write_json
+
+    checkpoint, _, _ = lora_run(tmp_path / "run", base, ["q_proj", "v_proj", "down_proj"])
+    manifest = read_json(checkpoint / MANIFEST)
+    manifest["trainer"]["adapter"]["alpha"] = 5.0
+    write_json(checkpoint / MANIFEST, manifest)
+    with pytest.raises(MergeError, match="not the training state"):
+        merge_run(tmp_path / "run")
+
+
+def test_scale():
+    assert adapter_scale({"rank": 4, "alpha": 8}) == 2.0
+    assert adapter_scale({"rank": 4, "alpha": 8, "use_rslora": True}) == 4.0
+
+
+def test_full_checkpoint_of_another_model_is_refused(tmp_path, base):
+    model = load_fp32(base)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    renamed = {name.replace("layers.1.", "layers.2."): value for name, value in weights.items()}
+    write_run(tmp_path / "renamed", base, renamed, logits_of(model), "full")
+    with pytest.raises(MergeError, match=r"model\.layers\.2\..* no such parameter"):
+        merge_run(tmp_path / "renamed")
+    weights.pop("model.norm.weight")
+    write_run(tmp_path / "short", base, weights, logits_of(model), "full")
+    with pytest.raises(MergeError, match=r"lacks model\.norm\.weight"):
+        merge_run(tmp_path / "short")

@@ -1,0 +1,71 @@
+"""The streaming writer writes what the safetensors library reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from fullshard.errors import MergeError
+from fullshard.merge import writer
+from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks, split_into_files, write_weights
+
+
+def output_of(name: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> OutputTensor:
+    def blocks():
+        if not value.dim():
+            yield value.reshape(-1)
+            return
+        for start, stop in row_blocks(tuple(value.shape)):
+            yield value[start:stop]
+
+    return OutputTensor(name, tuple(value.shape), dtype or value.dtype, blocks, value.dtype)
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "BLOCK_ELEMENTS", 5)
+    tensors = {
+        f"{dtype}.{number}": (torch.arange(7 * 3 * 2).reshape(7, 3, 2)[:rows] % 2).to(dtype)
+        for dtype in SAFETENSORS_DTYPES
+        for number, rows in enumerate((7, 1))
+    }
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "odd": torch.ones(3, dtype=torch.uint8)}
+    names = write_weights(tmp_path, [output_of(name, value) for name, value in tensors.items()])
+    assert names == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape
+        assert torch.equal(
+            found[name].view(torch.uint8) if value.dim() else found[name],
+            value.view(torch.uint8) if value.dim() else value,
+        ), name
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 120))
+def test_files_hold_every_tensor_once_in_order(sizes, shard_bytes):
+    tensors = [output_of(str(number), torch.zeros(size)) for number, size in enumerate(sizes)]
+    files = split_into_files(tensors, shard_bytes)
+    assert [tensor.name for file in files for tensor in file] == [tensor.name for tensor in tensors]
+    assert all(len(file) == 1 or sum(tensor.num_bytes for tensor in file) <= shard_bytes for file in files[:-1])
+
+
+@given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 100))
+def test_row_blocks_cover_every_row_once(num_rows, num_columns, limit):
+    before, writer.BLOCK_ELEMENTS = writer.BLOCK_ELEMENTS, limit
+    try:
+        blocks = list(row_blocks((num_rows, num_columns)))
+    finally:
+        writer.BLOCK_ELEMENTS = before
+    assert [row for start, stop in blocks for row in range(start, stop)] == list(range(num_rows))
+    assert all((stop - start) * num_columns <= max(limit, num_columns) for start, stop in blocks)
+
+
+def test_rounding_happens_in_the_writer_and_overflow_is_refused(tmp_path):
+    value = torch.tensor([1.0, 1.0 + 2**-9, 3.0e38])
+    write_weights(tmp_path, [output_of("a", value, torch.bfloat16)])
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], value.to(torch.bfloat16))
+    with pytest.raises(MergeError, match="a holds values that are not finite in float16"):
+        write_weights(tmp_path, [output_of("a", value, torch.float16)])

@@ -113,6 +113,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, loss_on: str) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
+        self._encoded: tuple[str, Encoded] = ("", Encoded([], []))  # the last conversation: often asked for twice
         added = tokenizer.added_tokens_decoder
         self.special_ids = set(tokenizer.all_special_ids) | {n for n, token in added.items() if token.special}
         self.has_markers = bool(tokenizer.chat_template) and bool(
@@ -125,7 +126,9 @@ class Renderer:
         A row without any supervised token is returned as such (the audit decides). Raises DataError for a template
         with which no right mask can be made.
         """
-        whole = self.encode(self.text(messages, False))
+        whole_text = self.text(messages, False)
+        whole = self.encode(whole_text)
+        self._encoded = (whole_text, whole)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.loss_on == "all":
             return [Rendered(whole.ids, [True] * len(whole.ids), self._stops_of_all(whole, messages, answers))]
@@ -167,6 +170,8 @@ class Renderer:
 
     def encode(self, text: str) -> Encoded:
         """Token ids of a rendered text; special tokens are in the text already, so none is added."""
+        if text == self._encoded[0]:
+            return self._encoded[1]
         if not self.tokenizer.is_fast:
             raise DataError(
                 f"The tokenizer {type(self.tokenizer).__name__} cannot tell which characters a token covers.",
@@ -189,10 +194,11 @@ class Renderer:
         start = self._token_after(prompt, encoded)
         content = messages[place]["content"].strip()
         found = through.find(content, len(prompt))
-        if found >= 0 and prompt == self.text(messages[:place], False) and through[len(prompt) : found].strip():
+        header = through[len(prompt) : found].strip() if found >= 0 else ""
+        if (header or found < 0) and prompt == self.text(messages[:place], False):
+            shown = header or through[len(prompt) :][:30]
             raise DataError(
-                "The chat template ignores add_generation_prompt: the role header"
-                f" {through[len(prompt) : found]!r} would be trained on.",
+                f"The chat template ignores add_generation_prompt: the role header {shown!r} would be trained on.",
                 TEMPLATE_HINT,
             )
         stop = self._stop_after(encoded, start, found + len(content) if found >= 0 else None)
@@ -241,9 +247,8 @@ class Renderer:
             )
         end_ids = self._end_of_turn(messages[: answers[-1] + 1])
         stops = []
-        for i in range(len(ids)):
-            if not supervised[i] or (i + 1 < len(ids) and supervised[i + 1]):
-                continue
+        ends = [i for i, value in enumerate(supervised) if value and not any(supervised[i + 1 : i + 2])]
+        for i in ends:
             last = i  # the last token inside this marker
             while last > 0 and supervised[last - 1] and not self.tokenizer.decode([ids[last]]).strip():
                 last -= 1

@@ -1,0 +1,158 @@
+"""The reader: every shape, and every complaint with its file and line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.config import DataSection
+from fullshard.data.sources import read_lines, read_rows, read_source
+from fullshard.errors import DataError
+
+
+def section(**keys) -> DataSection:
+    return DataSection(train="unused", **keys)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(name: str, content: str | bytes):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write_file
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "shape"),
+    [
+        ({"messages": turns("a", "b")}, turns("a", "b"), "messages"),
+        ({"prompt": "a", "completion": "b"}, turns("a", "b"), "prompt+completion"),
+        ({"prompt": "a", "response": "b"}, turns("a", "b"), "prompt+response"),
+        ({"answer": "b", "question": "a"}, turns("a", "b"), "question+answer"),
+        ({"instruction": "a", "input": "x", "output": "b"}, turns("a\n\nx", "b"), "instruction+output"),
+        ({"instruction": "a", "input": "", "output": "b"}, turns("a", "b"), "instruction+output"),
+        ({"prompt": turns("a", "b")[:1], "completion": turns("a", "b")[1:]}, turns("a", "b"), "prompt+completion"),
+    ],
+)
+def test_shapes_are_recognised(write, record, messages, shape):
+    source = read_source(write("a.jsonl", json.dumps(record)), section())
+    assert source.rows[0].messages == messages
+    assert source.shape == shape
+    assert source.unused_columns == ()
+
+
+def test_columns_of_the_recipe(write):
+    path = write("a.jsonl", '{"q": "a", "hint": "s", "a": "b", "id": 4}\n')
+    source = read_source(path, section(columns={"q": "user", "a": "assistant", "hint": "system"}))
+    assert source.rows[0].messages == [{"role": "system", "content": "s"}, *turns("a", "b")]
+    assert source.unused_columns == ("id",)
+    assert read_rows(write("b.jsonl", '{"body": "a"}'), section(columns={"body": "text"}))[0].text == "a"
+
+
+def test_system_goes_in_front_of_rows_without_one(write):
+    own = [{"role": "system", "content": "own"}, *turns("a", "b")]
+    path = write("a.jsonl", json.dumps({"messages": turns("a", "b")}) + "\n" + json.dumps({"messages": own}))
+    first, second = read_rows(path, section(system="short"))
+    assert first.messages == [{"role": "system", "content": "short"}, *turns("a", "b")]
+    assert second.messages == own
+
+
+def test_bom_crlf_blank_lines_and_unicode_line_separators(write):
+    path = write("a.jsonl", b'\xef\xbb\xbf{"text": "a\xe2\x80\xa8b"}\r\n\r\n{"text": "c"}\r\n')
+    rows = read_rows(path, section())
+    assert [row.text for row in rows] == ["a\u2028b", "c"]
+    assert rows[1].origin == f"{path}:3"
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))),
+    st.sampled_from(["\n", "\r\n"]),
+)
+def test_lines_come_back_as_they_were(tmp_path_factory, lines, end):
+    path = tmp_path_factory.mktemp("lines") / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(["first", *lines, "last"]).encode())
+    assert list(read_lines(path)) == list(enumerate(["first", *lines, "last"], 1))
+
+
+def test_json_lists_keep_their_line_numbers(write):
+    path = write("a.json", '[\n {"text": "a"},\n\n {"text":\n "b"}, {"text": "c"}\n]\n')
+    assert [row.origin for row in read_rows(path, section())] == [f"{path}:2", f"{path}:4", f"{path}:5"]
+
+
+def test_plain_text_is_cut_at_empty_lines(write):
+    path = write("a.txt", "one\ntwo\n \n\nthree\n")
+    assert [(row.text, row.origin) for row in read_rows(path, section())] == [
+        ("one\ntwo", f"{path}:1"),
+        ("three", f"{path}:5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.jsonl", "\n \n", "a.jsonl is empty"),
+        ("a.json", "[]", "a.json is empty"),
+        ("a.json", " ", "a.json is empty"),
+        ("a.txt", "\n\n", "holds no text"),
+        ("a.csv", "a,b", "files ending in '.csv' are not read"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"', "a.jsonl:2: not JSON"),
+        ("a.jsonl", '{"text": "a"}\n[1, 2]', "a.jsonl:2: found a list of 2"),
+        ("a.jsonl", '{"text": "a"}\n{"body": "b"}', "a.jsonl:2: no column 'text'; this row has body"),
+        ("a.jsonl", '{"text": 5}', "a.jsonl:1: text holds the number 5"),
+        ("a.jsonl", '{"text": null}', "a.jsonl:1: text holds null"),
+        ("a.jsonl", '{"text": "\\ud800"}', "a.jsonl:1: text holds half a surrogate pair"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: byte 11 is not UTF-8 (0xff)"),
+        ("a.jsonl", b"\xff\xfe{\x00", "is UTF-16"),
+        ("a.jsonl", '{"x": "a", "y": "b"}', "a.jsonl:1: the columns x, y are no known shape"),
+        ("a.jsonl", '{"messages": []}', "a.jsonl:1: messages holds an empty list"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}', "a.jsonl:1: messages, message 1: found an object with role"),
+        ("a.jsonl", '{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' is none of"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}',
+            "tool_calls is not supported",
+        ),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', "must hold a list of objects"),
+        ("a.json", '[{"text": "a"},\n{"text": }]', "a.json:2: not JSON"),
+        ("a.json", '[{"text": "a"}\n{"text": "b"}]', "a.json:2: expected ',' or ']'"),
+        ("a.json", '[{"text": "a"},', "a.json:1: not JSON"),
+        ("a.json", '[{"text": "a"}] x', "a.json:1: text after the end"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(write, name, content, expected):
+    with pytest.raises(DataError) as caught:
+        read_rows(write(name, content), section())
+    assert expected in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"columns": {"q": "human"}}, "q is 'human'"),
+        ({"columns": {"q": "user"}}, "needs a user and an assistant"),
+        ({"columns": {"q": "text", "a": "assistant"}}, "stand alone"),
+        ({"columns": {"q": "text"}, "system": "s"}, "data.system is set"),
+        ({"columns": {"q": "text"}, "loss_on": "last"}, "loss_on is last"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(write, keys, expected):
+    with pytest.raises(DataError, match=expected):
+        read_rows(write("a.jsonl", '{"q": "a", "a": "b"}'), section(**keys))
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+        read_rows(tmp_path / "none.jsonl", section())
+    with pytest.raises(DataError, match="is a folder"):
+        list(read_lines(tmp_path))

@@ -33,6 +33,7 @@ class Audit:
     tokens_cut: int = 0
     longest: int = 0  # tokens of the longest row before cutting or dropping
     longest_origin: str = ""
+    longest_written: int = 0  # and after
     stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
 
     def drop(self, origin: str, reason: str) -> None:
@@ -55,6 +56,8 @@ class Audit:
             "tokens_dropped": self.tokens_dropped,
             "tokens_cut": self.tokens_cut,
             "longest": self.longest,
+            "longest_origin": self.longest_origin,
+            "longest_written": self.longest_written,
             "stop_tokens": sum(self.stops.values()),
             "stop_ids": [number for number, _ in self.stops.most_common()],
         }

@@ -215,6 +215,7 @@ def _fit(
         book.cut.append(origin)
         book.tokens_cut += length - data.max_length
     book.prepared += 1
+    book.longest_written = max(book.longest_written, len(ids))
     book.tokens += len(ids)
     book.supervised += sum(supervised)
     book.targets += num_targets
@@ -321,7 +322,7 @@ def _prepare_into(
         "shape": train.shape,
         **splits,
         "supervised_tokens": splits["train"]["supervised_tokens"],
-        "longest": max(min(split["longest"], config.data.max_length) for split in found),
+        "longest": max(split["longest_written"] for split in found),
         "max_token_id": max(split["max_token_id"] for split in found),
         "stop_ids": splits["train"]["stop_ids"],
         "pad_id": chat.choose_pad_id(tokenizer),

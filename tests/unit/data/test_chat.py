@@ -175,9 +175,6 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONTROL_TEXT = (
-    "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|>"
-    " <start_of_turn> <end_of_turn> <s> </s>"
-)
     "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <s> </s>"
 )
 

@@ -69,7 +69,7 @@ def test_dropped_rows_are_counted(k1_folder, ho1, tmp_path):
     assert [data.origin(i) for i in range(len(data))] == [f"{ho1}:{line}" for line in (1, 3, 4)]
     assert result["stop_ids"] == [7]
     assert result["supervised_tokens"] == 6
-    assert result["longest"] == 8 or result["longest"] == 24
+    assert result["longest"] == 8
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop", "cut"])
@@ -85,9 +85,9 @@ def test_rows_over_max_length_by_policy(k1_folder, tmp_path):
     path = write_rows(
         tmp_path / "a.jsonl", ("red", "one two three four five six seven"), ("red", "blue two three four")
     )
-    with pytest.raises(DataError, match="1 row is longer than data.max_length") as caught:
+    with pytest.raises(DataError, match="1 row is longer than") as caught:
         prepare(recipe(k1_folder, path, max_length=10), tmp_path / "prepared")
-    assert f"{path}:1; the longest has 13" in caught.value.message.replace("a.jsonl:1", "a.jsonl:1")
+    assert f"{path}:1; the longest has 13" in caught.value.message
     assert "data.max_length=13" in caught.value.hint
     dropped = prepare(recipe(k1_folder, path, max_length=10, too_long="drop"), tmp_path / "dropped")
     assert dropped["train"]["dropped"] == {"longer than max_length": 1}
@@ -100,7 +100,7 @@ def test_rows_over_max_length_by_policy(k1_folder, tmp_path):
 
 def test_empty_answers_have_nothing_to_learn(k1_folder, tmp_path):
     path = write_rows(tmp_path / "a.jsonl", SHORT, ("red", ""), ("blue", " "))
-    with pytest.raises(DataError, match=r"a\.jsonl:2: none of 5 tokens is supervised.*1 more row is like it"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: none of 6 tokens is supervised.*1 more row is like it"):
         prepare(recipe(k1_folder, path), tmp_path / "prepared")
 
 

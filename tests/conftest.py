@@ -34,3 +34,12 @@ def k1_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("k1")
     make_model(folder)
     return make_tokenizer(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resident_ranks():
+    """Stop the resident pools of ranks at the end, so that no process is left behind."""
+    yield
+    from rank_pool import stop_all
+
+    stop_all()

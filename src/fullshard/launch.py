@@ -96,7 +96,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
         write_json(run / DATA, account)
         plan = make_plan(config, ranks)
         write_json(run / PLAN, plan.to_json())
-        write_json(run / LAUNCH, {"launcher": _launcher_id(), "ranks": plan.to_json()["ranks"]})
+        write_json(run / LAUNCH, {"launcher": _launcher_id(), "ranks": plan.num_ranks})
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise
@@ -137,7 +137,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _planned_ranks(run: Path) -> int:
-    return int(read_json(run / PLAN)["ranks"])
+    return int(read_json(run / PLAN)["num_ranks"])
 
 
 def _started_by_launcher() -> bool:

@@ -14,12 +14,12 @@ from fullshard.checkpoint.load import load_checkpoint
 from fullshard.checkpoint.save import save_checkpoint
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.batches import make_batch
+from fullshard.data.chat import choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, use_exact_fp32
 from fullshard.errors import ConfigError
 from fullshard.model.adapters import adapter_settings
-from fullshard.model.load import load_tokenizer
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, write_json
 from fullshard.train.held_out import batch_loss, held_out_loss
@@ -92,6 +92,7 @@ def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, r
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
             log.say(f"trained {len(steps)} steps in {seconds:.0f} s: loss {trainer.last_loss:.4f}{ending}")
+        ranks.barrier()  # the result is there for whoever returns from here
     finally:
         log.close()
 
@@ -114,7 +115,7 @@ class Trainer:
         self.steps, self.log = steps, log
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
         self.precision = precision_of(plan["precision"])
-        self.pad_id = load_tokenizer(config.model.path).pad_token_id or 0
+        self.pad_id = choose_pad_id(load_tokenizer(config.model.path))
         reset_peak_memory(ranks.device)
         self.built: Built = build_sharded(config, ranks, self.precision, bool(plan["recompute"]))
         self.sharded = self.built.sharded
@@ -129,8 +130,7 @@ class Trainer:
 
     def prove_start(self) -> None:
         """Before step 1: our loss path equals the model's own logits, and the worst case fits."""
-        ids, _ = self.data.row(0)
-        tokens = torch.as_tensor(np.asarray(ids[:LOSS_CHECK_TOKENS]), dtype=torch.long)[None].to(self.ranks.device)
+        tokens = self._first_tokens(LOSS_CHECK_TOKENS).to(self.ranks.device)
         self.log.say(check_loss_path(self.built, tokens, self.precision))
         self._prove_packing()
         self._trial_step()
@@ -245,8 +245,7 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``, with the logits by which a merge is proven."""
-        ids, _ = self.data.row(0)
-        tokens = torch.as_tensor(np.asarray(ids[:PROOF_TOKENS]), dtype=torch.long)[None]
+        tokens = self._first_tokens(PROOF_TOKENS)
         self.built.loss_model.eval()
         with torch.no_grad():
             logits = self.built.loss_model(tokens.to(self.ranks.device), None, own_logits=True)[0].cpu()
@@ -274,6 +273,10 @@ class Trainer:
             )
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
         return step
+
+    def _first_tokens(self, count: int) -> torch.Tensor:
+        """The first tokens of training row 0, (1, at most count) int64 on CPU."""
+        return torch.tensor(self.data.row(0)[0][:count].tolist(), dtype=torch.long)[None]
 
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
         data = self.config.data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ class MetricsLog:
             )  # fmt: skip
             self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
             self._bar.start()
-        self._started = time.perf_counter()
+        self._step_seconds = 0.0
         self._first_step = first_step
 
     def say(self, line: str) -> None:
@@ -39,6 +38,7 @@ class MetricsLog:
     def step(self, **values: Any) -> None:
         """Record a training step: step, loss, gradient_norm, learning_rate, tokens, tokens_per_second, memory_bytes."""
         self.record("train", **values)
+        self._step_seconds += values["seconds"]
         state = (
             f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s  {values['memory_bytes'] / 1e9:.1f} GB"
         )
@@ -47,9 +47,8 @@ class MetricsLog:
         elif self._active:
             every = max(1, (self._num_steps - self._first_step) // LINES_WITHOUT_TERMINAL)
             if values["step"] % every == 0 or values["step"] in (self._first_step + 1, self._num_steps):
-                elapsed = time.perf_counter() - self._started
                 done = values["step"] - self._first_step
-                left = elapsed / done * (self._num_steps - values["step"])
+                left = self._step_seconds / done * (self._num_steps - values["step"])
                 self.say(f"step {values['step']}/{self._num_steps}  {state}  {left:.0f} s left")
 
     def record(self, kind: str, **values: Any) -> None:

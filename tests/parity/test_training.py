@@ -1,0 +1,202 @@
+"""Training against an unsharded oracle that shares no code with it: same losses, same weights, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import pool
+from safetensors.torch import load_file
+from tiny_models import WORDS, make_model, make_tokenizer
+
+from fullshard.config import RunConfig, config_from_dict
+from fullshard.data.pack import windows
+from fullshard.data.prepared import open_prepared, prepare
+from fullshard.run_folder import METRICS, PREPARED, checkpoint_path
+
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant", "warmup": 0, "clip_norm": 0}
+
+
+def write_rows(path: Path, count: int = 14) -> Path:
+    """Rows of uneven lengths: 1 to 7 supervised words."""
+    lines = []
+    for number in range(count):
+        asked = " ".join(WORDS[(number * 5 + i) % 56] for i in range(1 + number % 4))
+        answered = " ".join(WORDS[(number * 3 + i) % 56] for i in range(1 + number * 2 % 7))
+        lines.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]})
+    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def make_run(folder: Path, model: Path, method: str = "full", packing: bool = False, **train) -> RunConfig:
+    folder.mkdir(parents=True)
+    data = {"train": str(write_rows(folder / "rows.jsonl")), "max_length": 32, "packing": packing}
+    config = config_from_dict(
+        {
+            "model": {"path": str(model)},
+            "data": data,
+            "method": method,
+            **({"lora": {"rank": 4, "alpha": 8}} if method == "lora" else {}),
+            "train": {"global_batch": "4 rows", "epochs": 1, **train},
+            "output": str(folder),
+        }
+    )
+    prepare(config, folder / PREPARED)
+    return config
+
+
+def train_on_ranks(ranks, run: str, config: dict, micro_batch: list, resume_step: int | None = None):
+    from fullshard.train.loop import run_rank
+
+    plan = {"micro_batch": micro_batch, "precision": "fp32", "recompute": False}
+    run_rank(Path(run), config_from_dict(config), plan, ranks, resume_step, True)
+
+
+def losses_of(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Whole tensors put together from the parts by hand, by the manifest alone."""
+    folder = checkpoint_path(run, step)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {name: load_file(folder / name) for name in manifest["files"]}
+    whole = {}
+    for stored in manifest["tensors"]:
+        parts = [files[piece["file"]][piece["key"]] for piece in stored["pieces"]]
+        whole[stored["kind"], stored["name"]] = torch.cat(parts).reshape(stored["shape"])
+    return {name: value for (kind, name), value in whole.items() if kind == "weight"}
+
+
+def oracle(run: Path, config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One process, no sharding, row by row: losses and trained weights after every window of one epoch (SGD 0.1)."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    from fullshard.model.adapters import start_value
+
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    if config.method == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                inner = name.removeprefix("base_model.model.")
+                parameter.data.copy_(start_value(inner, tuple(parameter.shape), config.train.seed))
+    data = open_prepared(run / PREPARED, "train")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = []
+    for window in windows(data.lengths, config.train.seed, 0, (4, "rows")):
+        total, count = torch.zeros(()), 0
+        for row in window:
+            ids, supervised = data.row(int(row))
+            ids = torch.tensor(ids.tolist())
+            logits = model(ids[None]).logits[0].float()
+            where = [place for place in range(1, len(ids)) if supervised[place]]
+            total = total + torch.nn.functional.cross_entropy(logits[[p - 1 for p in where]], ids[where], reduction="sum")
+            count += len(where)
+        loss = total / count
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    if config.method == "lora":
+        return losses, get_peft_model_state_dict(model)
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("method", "tied"), [("full", False), ("full", True), ("lora", False), ("lora", True)])
+def test_losses_and_weights_equal_the_unsharded_oracle(tmp_path, num_ranks, method, tied):
+    odd = {"vocab_size": 65, "intermediate_size": 33} if not tied else {}
+    model = make_tokenizer(make_model(tmp_path / "model", tied=tied, **odd))
+    config = make_run(tmp_path / "run", model, method, **SGD)
+    pool(num_ranks).run(train_on_ranks, str(tmp_path / "run"), config.model_dump(exclude_unset=True), [64, "tokens"])
+    losses, weights = oracle(tmp_path / "run", config)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
+    found = weights_of(tmp_path / "run", len(losses))
+    assert set(found) == set(weights)
+    for name, value in weights.items():
+        assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
+
+
+LAYOUTS = [(1, [4, "rows"], False), (1, [1, "rows"], False), (2, [1, "rows"], False), (2, [4, "rows"], False),
+           (1, [64, "tokens"], True), (2, [32, "tokens"], True)]  # fmt: skip
+
+
+def test_one_loss_for_every_layout(tmp_path):
+    """Ranks x accumulation x micro-batch x packing: the window decides, the layout does not."""
+    model = make_tokenizer(make_model(tmp_path / "model", "llama"))
+    wanted = None
+    for number, (num_ranks, micro_batch, packing) in enumerate(LAYOUTS):
+        run = tmp_path / f"run{number}"
+        config = make_run(run, model, packing=packing, **SGD)
+        pool(num_ranks).run(train_on_ranks, str(run), config.model_dump(exclude_unset=True), micro_batch)
+        losses = losses_of(run)
+        weights = weights_of(run, len(losses))
+        wanted = wanted or oracle(run, config)
+        assert losses == pytest.approx(wanted[0], rel=1e-5), (num_ranks, micro_batch, packing)
+        for name, value in wanted[1].items():
+            assert torch.allclose(weights[name], value, atol=1e-5), (name, num_ranks, micro_batch, packing)
+
+
+def test_chunked_head_equals_the_whole_one(tmp_path, monkeypatch):
+    """Chunks of one row of logits: same loss and gradients as in one piece."""
+    from transformers import AutoModelForCausalLM
+
+    from fullshard.train.loss import LossModel
+
+    path = make_model(tmp_path / "model", "gemma2", True)
+    ids = torch.randint(8, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    labels = torch.roll(ids, -1, 1)
+    labels[:, -1] = -100
+    found = []
+    for rows in (1000, 1, 3):
+        model = LossModel(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        model.chunk_rows = rows
+        loss = model(ids, labels)
+        loss.backward()
+        found.append((loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    own = LossModel(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    own.uses_own_logits = True
+    assert float(own(ids, labels).detach()) == pytest.approx(float(found[0][0]), rel=1e-6)
+    for loss, gradients in found[1:]:
+        assert float(loss) == pytest.approx(float(found[0][0]), rel=1e-6)
+        for name, value in gradients.items():
+            assert torch.allclose(value, found[0][1][name], atol=1e-6), name
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (2, 4), (1, 2)])
+def test_resume_goes_on_where_it_stopped(tmp_path, first, then):
+    """AdamW with warm-up and cosine: stop after step 2 of 4, resume on other ranks; same ranks: bit for bit."""
+    model = make_tokenizer(make_model(tmp_path / "model", vocab_size=65, hidden_size=20, intermediate_size=33))
+    train = {"learning_rate": 1e-3, "warmup": 2, "save_every": 2, "keep_last": 3}
+    config = make_run(tmp_path / "run", model, **train)
+    arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), [32, "tokens"])
+    pool(first).run(train_on_ranks, *arguments)
+    straight, wanted = losses_of(tmp_path / "run"), weights_of(tmp_path / "run", 4)
+    pool(then).run(train_on_ranks, *arguments, 2)
+    resumed, found = losses_of(tmp_path / "run")[4:], weights_of(tmp_path / "run", 4)
+    assert len(straight) == 4 and len(resumed) == 2
+    if first == then:
+        assert resumed == straight[2:]
+    assert resumed == pytest.approx(straight[2:], rel=1e-5)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value) if first == then else torch.allclose(found[name], value, atol=1e-5), name
+
+
+def test_more_ranks_than_rows_and_a_partial_window(tmp_path):
+    """14 rows in windows of 4: the last holds 2; on 4 ranks two ranks then run a zero-weight fill."""
+    model = make_tokenizer(make_model(tmp_path / "model"))
+    config = make_run(tmp_path / "run", model, **SGD)
+    pool(4).run(train_on_ranks, str(tmp_path / "run"), config.model_dump(exclude_unset=True), [1, "rows"])
+    records = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    assert [record["rows"] for record in records if record["kind"] == "train"] == [4, 4, 4, 2]
+    data = open_prepared(tmp_path / "run" / PREPARED, "train")
+    seen = np.concatenate(windows(data.lengths, 0, 0, (4, "rows")))
+    assert sorted(seen.tolist()) == list(range(14))

@@ -163,7 +163,9 @@ def _check_memory() -> Check:
     host = read_host()
     finding = f"{host.available_bytes / 1e9:.1f} of {host.total_bytes / 1e9:.1f} GB free"
     if host.available_bytes < NEEDED_MEMORY_BYTES:
-        return Check("memory", "warn", finding, f"The quickstart wants {NEEDED_MEMORY_BYTES / 1e9:.0f} GB: close programs.")
+        return Check(
+            "memory", "warn", finding, f"The quickstart wants {NEEDED_MEMORY_BYTES / 1e9:.0f} GB: close programs."
+        )
     return Check("memory", "ok", finding)
 
 
@@ -184,7 +186,9 @@ def _check_products() -> Check:
     rates = measure_rates(kind, read_host().cores)
     faster = "bf16" if rates.bf16 > 1.2 * rates.fp32 or kind != "cpu" else "fp32"
     unit = "a core" if kind == "cpu" else "a device"
-    finding = f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s {unit}: precision auto means {faster}"
+    finding = (
+        f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s {unit}: precision auto means {faster}"
+    )
     return Check("timed products", "ok", finding)
 
 
@@ -218,7 +222,9 @@ def check_ranks(program: str = RANK_PROGRAM, timeout_seconds: float = RANKS_TIME
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             )
         outputs = [
-            process.communicate(timeout=max(0.1, timeout_seconds - (time.monotonic() - start)))[0].decode(errors="replace")
+            process.communicate(timeout=max(0.1, timeout_seconds - (time.monotonic() - start)))[0].decode(
+                errors="replace"
+            )
             for process in processes
         ]
     except subprocess.TimeoutExpired:

@@ -170,7 +170,10 @@ def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: st
         ("data:", ""),
         (f"  train: {_quote(data['train'])}", f"{num_rows:,} rows, read as {source.shape}"),
         (f"  eval: {eval_value}", eval_note),
-        (f"  max_length: {data['max_length']}", f"tokens; longest sampled row {lengths.longest:,}, mean {lengths.mean:.0f}"),
+        (
+            f"  max_length: {data['max_length']}",
+            f"tokens; longest sampled row {lengths.longest:,}, mean {lengths.mean:.0f}",
+        ),
     ]
     if lengths.over_limit:
         lines.append(("  too_long: drop", f"{lengths.over_limit} sampled rows are longer than the model's positions"))
@@ -189,7 +192,9 @@ def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: st
 def _plan_words(plan: Plan | None) -> str:
     from fullshard.planning.plan import format_minutes
 
-    return f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan is not None else "does not fit yet"
+    return (
+        f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan is not None else "does not fit yet"
+    )
 
 
 def _quote(text: str) -> str:

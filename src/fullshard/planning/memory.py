@@ -11,7 +11,7 @@ n features of all norms: 2h in Llama):
     c (2h + n + 4a + mf) + 4n
 the two inputs of the products (h, h), the norms' normalised form and their fp32 input (LayerNorm: only its input), the
 attention's query, output, keys and values (repeated for every head), and m tensors of the MLP: 4 with a gate, 2 with one
-fused activation, 7 with one written in Python. bf16 LoRA adds an fp32 copy of each adapted layer's input; eager attention
+fused activation, 5 with one written in Python (dropout masks are left out). bf16 LoRA adds an fp32 copy of each adapted layer's input; eager attention
 12 bytes x heads x longest row. Within 10 % of what autograd keeps in llama, qwen3 and gpt2 (tests/unit/planning), above
 it for LoRA. With recomputation every block keeps its input, ch, and one block at a time is whole.
 """
@@ -48,7 +48,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Line:
-    """One cause of memory use. ``when``: always | backward | step (the optimizer's)."""
+    """One cause of memory use.
+
+    ``when``: always | backward (all of it) | head | block (backward's two ends, never together) | step (the optimizer's).
+    """
 
     cause: str
     bytes: int
@@ -71,7 +74,9 @@ def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, a
 
 def largest_unit(shape: ModelShape) -> int:
     """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
-    return max(shape.block, shape.embedding + shape.head) if shape.tied else max(shape.block, shape.embedding, shape.head)
+    return (
+        max(shape.block, shape.embedding + shape.head) if shape.tied else max(shape.block, shape.embedding, shape.head)
+    )
 
 
 def gathered_parameters(shape: ModelShape) -> int:
@@ -107,8 +112,8 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
         unit = largest_unit(shape)
         lines.append(Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"))
     lines += _activation_lines(shape, job)
-    in_backward = sum(line.bytes for line in lines if line.when == "backward")
-    lines.append(Line("allocator slack", int(SLACK * in_backward), f"{SLACK:.0%} of the passing causes", "backward"))
+    slack = int(SLACK * _backward_bytes(lines))
+    lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
     moved = _share(4 * trained, ranks) if trained else 4 * job.adapters
     if job.optimizer == "adamw":
         lines.append(Line("optimizer temporary", moved, "4 x trained parameters of this rank", "step"))
@@ -120,18 +125,21 @@ def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
     tokens, layers = job.micro_tokens, shape.num_layers
     if job.recompute:
         inputs = job.compute_bytes * shape.hidden_size
-        activations = tokens * (layers * inputs + per_token)
-        formula = f"{tokens:,} tokens x ({layers} x {inputs:,} + {per_token:,})"
+        kept = f"{tokens:,} tokens x {layers} blocks x {inputs:,}"
+        lines = [
+            Line("block inputs", tokens * layers * inputs, kept, "backward"),
+            Line("recomputed block", tokens * per_token, f"{tokens:,} tokens x {per_token:,}", "block"),
+        ]
     else:
-        activations = tokens * layers * per_token
-        formula = f"{tokens:,} tokens x {layers} blocks x {per_token:,}"
+        kept = f"{tokens:,} tokens x {layers} blocks x {per_token:,}"
+        lines = [Line("activations", tokens * layers * per_token, kept, "backward")]
     mask = (1 + job.compute_bytes) * tokens * job.longest
     chunk = min(logits_chunk_rows(shape), tokens)
     logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [
-        Line("activations", activations, formula, "backward"),
+        *lines,
         Line("attention mask", mask, f"{1 + job.compute_bytes} x {tokens:,} x {job.longest:,}", "backward"),
-        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "backward"),
+        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "head"),
     ]
 
 
@@ -145,7 +153,7 @@ def logits_chunk_rows(shape: ModelShape) -> int:
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     """Peak bytes of one rank at each moment: load, train, eval, save and merge (merge runs in one process)."""
     lines = memory_lines(shape, job)
-    at = {when: sum(line.bytes for line in lines if line.when == when) for when in ("always", "backward", "step")}
+    always, in_step = _bytes_at(lines, "always"), _bytes_at(lines, "step")
     baseline = lines[0].bytes
     stored = 4 if job.method == "full" else job.compute_bytes
     base = baseline + _share(stored * shape.parameters, job.num_ranks)
@@ -154,11 +162,19 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     passing = job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits
     return {
         "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
-        "train": at["always"] + max(at["backward"], at["step"]),
-        "eval": at["always"] + passing,
-        "save": at["always"] + _share(4 * shape.largest_tensor, job.num_ranks),
+        "train": always + max(_backward_bytes(lines), in_step),
+        "eval": always + passing,
+        "save": always + _share(4 * shape.largest_tensor, job.num_ranks),
         "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
     }
+
+
+def _bytes_at(lines: list[Line], when: str) -> int:
+    return sum(line.bytes for line in lines if line.when == when)
+
+
+def _backward_bytes(lines: list[Line]) -> int:
+    return _bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))
 
 
 def _share(count: int, ranks: int) -> int:

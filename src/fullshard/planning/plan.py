@@ -7,6 +7,14 @@ from typing import Any
 
 from fullshard.planning.memory import Line
 
+MOMENT_WORDS = {
+    "always": "",
+    "backward": "in backward: ",
+    "head": "in the head's backward: ",
+    "block": "in a block's backward: ",
+    "step": "in the optimizer's step: ",
+}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -51,8 +59,9 @@ class Plan:
         ]
         width = max(len(line.cause) for line in self.lines)
         for line in self.lines:
-            when = {"always": "", "backward": "  (in backward)", "step": "  (in the optimizer's step)"}[line.when]
-            report.append(f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}  {line.formula}{when}")
+            report.append(
+                f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}  {MOMENT_WORDS[line.when]}{line.formula}"
+            )
         peaks = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in self.moments.items())
         report += [
             f"Peaks: {peaks}",

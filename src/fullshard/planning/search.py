@@ -217,7 +217,9 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[str,
         if train.optimizer == "adamw":
             found.append(("train.optimizer=sgd", {"train": {"optimizer": "sgd"}}, num_ranks))
     if facts.machine.kind != "cpu":
-        found += [(f"--ranks {ranks} (more devices)", {}, ranks) for ranks in (2 * num_ranks, 4 * num_ranks, 8 * num_ranks)]
+        found += [
+            (f"--ranks {ranks} (more devices)", {}, ranks) for ranks in (2 * num_ranks, 4 * num_ranks, 8 * num_ranks)
+        ]
     return found
 
 
@@ -254,7 +256,9 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice,
     if fitting:
         return PlanError(message, "Changes that fit, cheapest first:\n" + "\n".join(fitting))
     smallest = f" The least found, {format_bytes(least)} a rank, is with: {least_words}." if least_words else ""
-    return PlanError(message, f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory.")
+    return PlanError(
+        message, f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory."
+    )
 
 
 def _apply(config: RunConfig, updates: dict[str, dict[str, object]]) -> RunConfig:
@@ -357,7 +361,9 @@ def measure_work(
     scale = num_steps / len(sampled)
     evaluations = 0
     if volume.eval_rows:
-        evaluations = 1 + (num_steps // config.train.eval_every if config.train.eval_every else -(-num_steps // per_epoch))
+        evaluations = 1 + (
+            num_steps // config.train.eval_every if config.train.eval_every else -(-num_steps // per_epoch)
+        )
     tokens = sum(int(lengths[window].sum()) for window in sampled) * scale
     work = StepWork(
         padded_tokens=area * scale,

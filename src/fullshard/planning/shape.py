@@ -35,7 +35,7 @@ class ModelShape:
     attention_width: int  # heads x head_dim
     key_value_width: int  # key heads x head_dim
     intermediate_size: int  # active expert width where there are experts
-    mlp_copies: int  # tensors of the MLP's width that autograd keeps: 4 gated, 2 with a fused activation, 7 without
+    mlp_copies: int  # tensors of the MLP's width that autograd keeps: 4 gated, 2 with a fused activation, 5 without
     norm_width: int  # features of all norms in a block
     fused_norms: bool  # LayerNorm keeps its input only; RMSNorm in Python also an fp32 copy
     num_heads: int
@@ -62,7 +62,9 @@ def shape_of(model: nn.Module) -> ModelShape:
     embeddings = sum(
         weight.numel() for name, weight in parameters.items() if weight is table or _is_position_table(name, weight)
     )
-    intermediate = _first(settings, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    intermediate = _first(
+        settings, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"
+    )
     intermediate = intermediate or 4 * settings.hidden_size
     active = _first(settings, "num_experts_per_tok") or 1
     heads = settings.num_attention_heads
@@ -131,7 +133,7 @@ def _mlp_copies(block: nn.Module, settings: Any) -> int:
     if any("gate_proj" in name or "gate_up_proj" in name or name.endswith("w3.weight") for name in names):
         return 4
     activation = getattr(settings, "hidden_act", None) or getattr(settings, "activation_function", None)
-    return 7 if activation in ("gelu_new", "gelu_fast", "quick_gelu") else 2
+    return 5 if activation in ("gelu_new", "gelu_fast", "quick_gelu") else 2
 
 
 def _norm_width(block: nn.Module, attention_width: int, key_value_width: int) -> int:

@@ -70,7 +70,10 @@ def _timed_product(dtype, kind: str) -> float:
     import torch
 
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
-    left, right = torch.ones(rows, inner, dtype=dtype, device=kind), torch.ones(inner, columns, dtype=dtype, device=kind)
+    left, right = (
+        torch.ones(rows, inner, dtype=dtype, device=kind),
+        torch.ones(inner, columns, dtype=dtype, device=kind),
+    )
     left @ right  # the first product also builds the kernel
     best, spent, repeats = float("inf"), 0.0, 0
     while spent < 0.05 and repeats < 30:

@@ -1,0 +1,259 @@
+"""make_plan: what it decides on a machine that the test makes up."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fullshard.config import config_from_dict
+from fullshard.data.pack import windows
+from fullshard.errors import ConfigError, DataError, ModelError, PlanError
+from fullshard.planning import search
+from fullshard.planning.plan import format_bytes, format_minutes
+from fullshard.planning.search import Machine, choose, count_steps, longest_row, make_plan, measure_work, read_facts
+from fullshard.planning.speed import Rates
+from fullshard.planning.volume import Volume, read_volume
+
+CPU = Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2), None)
+GPU = Machine("cuda", 24_000_000_000, Rates(20e12, 150e12, 1), 31e9)
+
+
+@pytest.fixture
+def on_machine(monkeypatch):
+    def use(machine):
+        monkeypatch.setattr(search, "read_machine", lambda: machine)
+
+    use(CPU)
+    return use
+
+
+@pytest.fixture
+def data_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "red blue green", "answer": "one two"} for _ in range(100)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.fixture
+def recipe(k1_folder, data_file, tmp_path):
+    def make(**changes):
+        values = {
+            "model": {"path": str(k1_folder)},
+            "data": {"train": str(data_file), "max_length": 32},
+            "train": {"global_batch": "10 rows"},
+            "output": str(tmp_path / "run"),
+        }
+        for key, value in changes.items():
+            values[key] = {**values[key], **value} if isinstance(value, dict) and key in values else value
+        return config_from_dict(values)
+
+    return make
+
+
+def with_memory(machine, count):
+    return dataclasses.replace(machine, memory_bytes=count)
+
+
+def test_plan_of_a_small_job(on_machine, recipe):
+    plan = make_plan(recipe(data={"eval": 0.1}), ranks=2)
+    # (14 + 7 bytes) / 4 and the template: 3 + 1 + 1 + 1 + 12 tokens a row by the estimate
+    assert (plan.rows, plan.tokens, plan.is_estimate) == (90, 90 * 18, True)
+    assert (plan.ranks, plan.device, plan.precision, plan.recompute) == (2, "cpu", "fp32", False)
+    assert plan.num_steps == 9
+    assert plan.batch == "10 rows = ~180 tokens = 2 ranks x 1 micro-batch"
+    assert plan.peak_bytes == max(plan.moments[name] for name in ("load", "train", "eval", "save"))
+    assert plan.peak_bytes < plan.usable_bytes == (19_000_000_000 - 400_000_000) // 2
+    assert 0 < plan.seconds_low < plan.seconds_high
+
+
+def test_plan_is_json_with_what_the_ranks_need(on_machine, recipe):
+    stored = json.loads(json.dumps(make_plan(recipe(), ranks=1).to_json()))
+    assert stored["micro_batch"][1] == "tokens"
+    assert stored["precision"] == "fp32"
+    assert stored["recompute"] is False
+    assert stored["ranks"] == 1
+    assert {"cause", "bytes", "formula", "when"} == set(stored["lines"][0])
+
+
+def test_report_names_bytes_batch_and_time(on_machine, recipe):
+    text = make_plan(recipe(), ranks=2).to_text()
+    for words in (
+        "frozen base",
+        "adapters",
+        "activations",
+        "10 rows = ~180 tokens = 2 ranks x 1 micro-batch",
+        "Time: ",
+    ):
+        assert words in text
+    assert "estimated" in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "chosen"),
+    [
+        (CPU, "auto", "fp32"),
+        (CPU, "bf16", "bf16"),
+        (dataclasses.replace(CPU, rates=Rates(80e9, 160e9, 2)), "auto", "bf16"),
+        (dataclasses.replace(CPU, rates=Rates(80e9, 90e9, 2)), "auto", "fp32"),
+        (GPU, "auto", "bf16"),
+        (GPU, "fp32", "fp32"),
+    ],
+)
+def test_precision(on_machine, recipe, machine, asked, chosen):
+    on_machine(machine)
+    assert make_plan(recipe(train={"precision": asked}), ranks=2).precision == chosen
+
+
+def test_the_recipes_micro_batch_is_kept(on_machine, recipe):
+    plan = make_plan(recipe(train={"micro_batch": "2 rows"}), ranks=1)
+    assert plan.micro_batch == (2, "rows")
+    assert plan.micro_batches == 5
+
+
+def test_micro_batch_is_bounded_by_the_step_and_holds_the_longest_row(on_machine, recipe):
+    facts = read_facts(recipe())
+    assert choose(recipe(), 2, facts).micro_batch == (128, "tokens")  # 5 rows x 18 tokens x 1.1, in steps of 64
+    large = recipe(data={"max_length": 64}, train={"global_batch": "1 rows"})
+    assert choose(large, 2, facts).micro_batch == (64, "tokens")
+
+
+def facts_of_a_larger_model(recipe, tmp_path, lengths=None):
+    from tiny_models import make_model
+
+    settings = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    folder = make_model(tmp_path / "larger", **settings, num_attention_heads=4, max_position_embeddings=2048)
+    config = recipe(model={"path": str(folder)}, data={"max_length": 512}, method="full")
+    facts = read_facts(config)
+    if lengths is not None:
+        facts = dataclasses.replace(facts, volume=Volume(np.array(lengths), 0.5, 0, 0, False))
+    return config, facts
+
+
+def test_recomputation_only_where_needed(on_machine, recipe, tmp_path):
+    config, facts = facts_of_a_larger_model(recipe, tmp_path, [512] * 100)
+    roomy = choose(config, 1, facts)
+    assert not roomy.job.recompute
+    least_without = min(choice.peak_bytes for choice in search._choices(config, 1, facts) if not choice.job.recompute)
+    needed = int((least_without - 1_000_000 + search.LAUNCHER_BYTES) / search.USABLE_SHARE)
+    tight = dataclasses.replace(facts, machine=with_memory(CPU, needed))
+    found = choose(config, 1, tight)
+    assert found.job.recompute
+    assert found.peak_bytes <= tight.machine.usable_bytes(1)
+
+
+def test_error_names_changes_that_fit(on_machine, recipe, tmp_path):
+    config, facts = facts_of_a_larger_model(recipe, tmp_path)
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"recompute": "off", "micro_batch": "8 rows"})}
+    )
+    peak = choose(config, 2, facts).peak_bytes
+    small = with_memory(CPU, int((2 * peak - 50_000_000 + search.LAUNCHER_BYTES) / search.USABLE_SHARE))
+    on_machine(small)
+    with pytest.raises(PlanError) as caught:
+        make_plan(config, ranks=2)
+    assert format_bytes(peak) in caught.value.message
+    changes = caught.value.hint.splitlines()[1:]
+    assert len(changes) == 3
+    assert "train.micro_batch=null" in changes[0]
+    # each proposed change really fits by the same formulas
+    for line in changes:
+        words = line.split("   (")[0].split()
+        ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else 2
+        changed = config.model_dump()
+        if changed["method"] == "full":
+            del changed["lora"]
+        for word in words:
+            key, _, value = word.partition("=")
+            if "." in key:
+                section, name = key.split(".")
+                changed[section][name] = None if value == "null" else int(value) if value.isdigit() else value
+            elif value:
+                changed[key] = value
+        assert make_plan(config_from_dict(changed), ranks=ranks).peak_bytes > 0
+
+
+def test_error_where_nothing_fits_says_the_least(on_machine, recipe):
+    on_machine(with_memory(CPU, 600_000_000))
+    with pytest.raises(PlanError) as caught:
+        make_plan(recipe(), ranks=2)
+    assert "No change of the recipe fits" in caught.value.hint
+    assert "smaller model or more memory" in caught.value.hint
+
+
+def test_ranks_of_a_cpu_share_its_memory():
+    assert CPU.usable_bytes(2) == CPU.usable_bytes(1) // 2
+    assert GPU.usable_bytes(2) == GPU.usable_bytes(1)
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2, 2.5])
+@pytest.mark.parametrize("batch", ["7 rows", "64 tokens"])
+def test_steps_are_those_of_the_windows(recipe, epochs, batch):
+    lengths = np.arange(4, 44, dtype=np.int64)
+    config = recipe(train={"epochs": epochs, "global_batch": batch, "seed": 3})
+    count, unit = batch.split()
+    wanted = 0
+    for epoch in range(int(np.ceil(epochs))):
+        of_epoch = len(windows(lengths, 3, epoch, (int(count), unit)))
+        wanted += max(1, round(min(1.0, epochs - epoch) * of_epoch))
+    assert count_steps(config, lengths) == wanted
+    capped = recipe(train={"epochs": epochs, "global_batch": batch, "seed": 3, "max_steps": 2})
+    assert count_steps(capped, lengths) == 2
+
+
+def test_work_counts_each_token_and_the_padding(recipe):
+    config = recipe(train={"global_batch": "4 rows", "epochs": 2}, data={"max_length": 64})
+    volume = Volume(np.full(8, 16, dtype=np.int64), 0.25, 4, 64, False)
+    work, step, num_steps = measure_work(config, 2, volume, (32, "tokens"))
+    assert (num_steps, step.rows, step.tokens, step.micro_batches) == (4, 4, 64, 1)
+    assert work.padded_tokens == 4 * 32  # two rows of 16 a rank and step
+    assert work.supervised_tokens == 4 * 64 * 0.25 / 2
+    assert work.num_micro_batches == 4
+    assert work.evaluated_tokens == pytest.approx((1 + 2) * 1.1 * 64 / 2)
+
+
+def test_prepared_rows_are_counted_exactly(on_machine, recipe):
+    from fullshard.data.prepared import prepare
+    from fullshard.run_folder import CONFIG, PREPARED, write_json
+
+    config = recipe(data={"eval": 0.1})
+    run = Path(config.output)
+    run.mkdir()
+    prepare(config, run / PREPARED)
+    write_json(run / CONFIG, config.model_dump(mode="json"))
+    plan = make_plan(config, ranks=2)
+    # bos, role, 3 words, end, role, 2 words, end
+    assert (plan.is_estimate, plan.rows, plan.tokens, plan.longest) == (False, 90, 900, 10)
+    assert "10 rows = 100 tokens" in plan.batch
+    assert read_volume(recipe(data={"eval": 0.2})).is_estimate  # prepared for another recipe
+
+
+def test_rows_longer_than_the_models_positions(on_machine, recipe):
+    config = recipe(data={"max_length": 1024})
+    facts = read_facts(config)
+    assert longest_row(config, facts) == 64  # K1 has 64 positions
+    too_long = dataclasses.replace(facts, volume=Volume(np.array([80]), 0.5, 0, 0, False))
+    with pytest.raises(ConfigError, match="80 tokens"):
+        search._require_positions(config, too_long)
+
+
+def test_bad_inputs(on_machine, recipe, tmp_path):
+    with pytest.raises(ModelError):
+        make_plan(recipe(model={"path": str(tmp_path / "nowhere")}))
+    with pytest.raises(DataError):
+        make_plan(recipe(data={"train": str(tmp_path / "nothing.jsonl")}))
+
+
+def test_formats():
+    assert [format_bytes(count) for count in (12, 1500, 310_000_000, 1_250_000_000, 16_060_522_496)] == [
+        "12 B",
+        "1.5 kB",
+        "310 MB",
+        "1.25 GB",
+        "16.1 GB",
+    ]
+    assert format_minutes(20, 50) == "20 - 50 seconds"
+    assert format_minutes(180, 420) == "3 - 7 minutes"
+    assert format_minutes(5400, 10800) == "1.5 - 3.0 hours"

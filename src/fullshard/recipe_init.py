@@ -1,4 +1,4 @@
-"""``fullshard init MODEL DATA``: a recipe for one's own job, proposed from the data's shape and this machine's memory."""
+"""``fullshard init MODEL DATA``: a recipe for one's own job, proposed from the data's shape and the memory here."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def choose_batch(num_rows: int) -> int:
 
 
 def choose_method(values: dict[str, Any]) -> tuple[str, str, Plan | None]:
-    """full where it fits in comfort, else lora: (method, the reason with its figures, its plan or None if none fits)."""
+    """full where it fits in comfort, else lora: (method, the reason with figures, its plan or None if none fits)."""
     from fullshard.planning.plan import format_bytes
 
     full, lora = _plan_of(values, "full"), _plan_of(values, "lora")

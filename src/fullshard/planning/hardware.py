@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of device. ``matched`` are words of its device name (lower case); the first kind with all of them wins."""
+    """One kind of device. ``matched``: words of its device name (lower case); the first kind with all wins."""
 
     matched: tuple[str, ...]
     usable_bytes: int

@@ -1,19 +1,20 @@
-"""Memory of one rank as closed formulas, by cause. Bytes throughout; N parameters, W ranks, c bytes of the compute dtype.
+"""Memory of one rank as closed formulas, by cause. Bytes; N parameters, W ranks, c bytes of the compute dtype.
 
-States (N full, A adapter parameters): masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0); LoRA keeps the frozen base in the
-compute dtype, cN/W, and the adapters whole on every rank, 4A + 4A + 8A. Transients, with U the largest unit that is
-gathered at once (embedding, block or head): gathered 2cU (the one in use and the one on its way), 4U on the fp32 wire of
-the reduction; several micro-batches keep whole fp32 gradients, 4N (the torch engine reduces once a step). Checked against
-the traced fully_shard figures for an 8B model on 64 ranks: (2c + 4)U beside the states and the activations.
+States (N full, A adapter parameters): masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0); LoRA keeps the frozen base in
+the compute dtype, cN/W, and the adapters whole on every rank, 4A + 4A + 8A. Transients, with U the largest unit that is
+gathered at once (embedding, block or head): gathered 2cU (the one in use and the one on its way), 4U on the fp32 wire
+of the reduction; several micro-batches keep whole fp32 gradients, 4N (the torch engine reduces once a step). For an 8B
+model on 64 ranks this lies above the traced fully_shard peak, by less than 35 % (tests/unit/planning).
 
 Activations of one block per token, what autograd keeps with fused attention (h width, a heads x head size, f MLP width,
 n features of all norms: 2h in Llama):
     c (2h + n + 4a + mf) + 4n
 the two inputs of the products (h, h), the norms' normalised form and their fp32 input (LayerNorm: only its input), the
-attention's query, output, keys and values (repeated for every head), and m tensors of the MLP: 4 with a gate, 2 with one
-fused activation, 5 with one written in Python (dropout masks are left out). bf16 LoRA adds an fp32 copy of each adapted layer's input; eager attention
-12 bytes x heads x longest row. Within 10 % of what autograd keeps in llama, qwen3 and gpt2 (tests/unit/planning), above
-it for LoRA. With recomputation every block keeps its input, ch, and one block at a time is whole.
+attention's query, output, keys and values (repeated for every head), and m tensors of the MLP: 4 with a gate, 2 with
+one fused activation, 5 with one written in Python (dropout masks are left out). bf16 LoRA adds an fp32 copy of each
+adapted layer's input; eager attention 12 bytes x heads x longest row. Within 10 % of what autograd keeps in llama,
+qwen3 and gpt2 (tests/unit/planning), above it for LoRA. With recomputation every block keeps its input, ch, and one
+block at a time is whole.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Job:
 class Line:
     """One cause of memory use.
 
-    ``when``: always | backward (all of it) | head | block (backward's two ends, never together) | step (the optimizer's).
+    ``when``: always | backward (all of it) | head | block (parts of backward, never together) | step (the optimizer's).
     """
 
     cause: str
@@ -60,7 +61,7 @@ class Line:
 
 
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
-    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: features, LoRA only."""
+    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: LoRA only."""
     features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
     total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
     if not shape.fused_norms:

@@ -160,7 +160,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
 
 
 def longest_row(config: RunConfig, facts: Facts) -> int:
-    """Tokens of the longest sequence that memory must hold: the prepared rows' longest, else the recipe's max_length."""
+    """Tokens of the longest sequence that memory must hold: the longest prepared row, else the recipe's max_length."""
     limit = min(config.data.max_length, facts.shape.max_positions or config.data.max_length)
     if config.data.packing or facts.volume.is_estimate:
         return limit

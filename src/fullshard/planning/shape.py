@@ -97,7 +97,7 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """``parameters`` of all adapters together; ``inputs_per_block``: features that the adapted layers of a block read."""
+    """``parameters`` of all adapters together; ``inputs_per_block``: features that a block's adapted layers read."""
 
     parameters: int
     inputs_per_block: int

@@ -112,7 +112,7 @@ def test_states_of_llama_8b_on_64_ranks(llama):
 
 
 def test_llama_8b_on_64_ranks_is_near_the_traced_peak(llama):
-    """fully_shard, embedding and [norm, head] apart, checkpointing, 1 x 2048 tokens: traced at 6,056 MiB (engine.md 2.3)."""
+    """fully_shard, embedding and [norm, head] apart, checkpointing, 1 x 2048 tokens: traced at 6,056 MiB."""
     wanted = job(num_ranks=64, compute_bytes=2, micro_tokens=2048, longest=2048, recompute=True, on_cpu=False)
     peak = (moment_peaks(llama, wanted)["train"] - DEVICE_CONTEXT_BYTES) / 2**20
     assert 6056 <= peak <= 1.35 * 6056

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,17 +15,6 @@ from tiny_models import make_model, make_tokenizer
 from fullshard.checkpoint.format import PROOF
 from fullshard.errors import CheckpointError, ConfigError, MergeError
 from fullshard.merge.job import merge_run
-
-LOAD_CLEANLY = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, output_loading_info=True)
-print(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(info["mismatched_keys"]))
-tokens = torch.tensor([[int(t) for t in sys.argv[2].split()]])
-torch.save(model(input_ids=tokens).logits[0], sys.argv[3])
-print(AutoTokenizer.from_pretrained(sys.argv[1])("red blue")["input_ids"])
-assert not any(name.startswith("fullshard") for name in sys.modules)
-"""
 
 
 @pytest.fixture
@@ -60,19 +47,6 @@ def test_names_that_transformers_renames_on_load_are_refused(tmp_path):
     full_run(tmp_path / "run", base)
     with pytest.raises(MergeError, match=r"lm_head\.weight was trained, but the base's weight files hold no tensor"):
         merge_run(tmp_path / "run")
-
-
-def test_clean_process_loads_it_with_plain_transformers(tmp_path, base):
-    full_run(tmp_path / "run", base)
-    folder = merge_run(tmp_path / "run", tmp_path / "out").folder
-    tokens = " ".join(str(token) for token in proof_tokens()[0].tolist())
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD_CLEANLY, folder, tokens, tmp_path / "logits.pt"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[] [] []", "[8, 9]"]
-    reference = load_file(tmp_path / "run/checkpoints/step_000003" / PROOF)["logits"]
-    assert (torch.load(tmp_path / "logits.pt") - reference).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -9,25 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_by_hand import full_run, load_fp32, logits_of, lora_run, write_run
+from checkpoint_by_hand import full_run, load_fp32, logits_of, lora_run, proof_tokens, write_run
+from safetensors.torch import load_file
 from tiny_models import END, EOS, K2_TEMPLATE, ids_of, make_model, make_tokenizer
 
+from fullshard.checkpoint.format import PROOF
 from fullshard.infer.model_folder import check_generation_config, mended, stop_ids
 from fullshard.merge.job import merge_run
 from fullshard.merge.side_files import base_name
 
 GENERATE = """
-import sys
+import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-assert not info["missing_keys"] and not info["unexpected_keys"]
+assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+torch.save(model(input_ids=torch.tensor([[int(token) for token in sys.argv[3].split()]])).logits[0], sys.argv[4])
 message = {"role": "user", "content": "red blue"}
 text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
 output = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=12)
 print(output[0].tolist())
 print(sorted(model.generation_config.eos_token_id), tokenizer.eos_token_id, model.dtype)
 model.generation_config.save_pretrained(sys.argv[2])
+assert not any(name.startswith("fullshard") for name in sys.modules)
 """
 
 
@@ -56,7 +60,7 @@ def trained_to_say_green_end(run: Path, base: Path) -> None:
     write_run(run, base, weights, logits_of(model), "full", stop_ids=(END,))
 
 
-def test_export_is_complete(tmp_path, base):
+def test_export_is_complete_and_a_clean_process_loads_it(tmp_path, base):
     trained_to_say_green_end(tmp_path / "run", base)
     result = merge_run(tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
@@ -71,14 +75,16 @@ def test_export_is_complete(tmp_path, base):
     assert config["eos_token_id"] == generation["eos_token_id"] == [EOS, END]
     assert generation["pad_token_id"] == 0 and "temperature" not in generation
     assert stop_ids(result.folder) == [EOS, END]
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, result.folder, tmp_path / "saved"], capture_output=True, text=True
-    )
+    tokens = " ".join(str(token) for token in proof_tokens()[0].tolist())
+    arguments = [result.folder, tmp_path / "saved", tokens, tmp_path / "logits.pt"]
+    done = subprocess.run([sys.executable, "-c", GENERATE, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer, facts = done.stdout.splitlines()
     assert json.loads(answer)[6:] == ids_of("green <|end|>")
     assert facts == f"[{EOS}, {END}] {EOS} torch.float32"
     assert (tmp_path / "saved/generation_config.json").is_file()
+    reference = load_file(tmp_path / "run/checkpoints/step_000003" / PROOF)["logits"]
+    assert (torch.load(tmp_path / "logits.pt") - reference).abs().max() < 1e-5
 
 
 def test_bad_generation_config_is_found_at_the_start(base):

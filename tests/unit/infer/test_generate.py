@@ -1,0 +1,137 @@
+"""Answers in a batch are those of single calls, in order, cut at the stop id (HO-15)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import END, EOS, WORDS, ids_of, make_model, make_tokenizer
+
+from fullshard.errors import ConfigError, ModelError
+from fullshard.infer.generate import Answerer, generate_ids, generate_text, load_for_inference, prompt_tokens
+
+PROMPTS = [ids_of(" ".join(WORDS[start : start + size])) for start, size in ((3, 9), (0, 3), (20, 5), (40, 9), (7, 1))]
+
+
+def make_folder(folder: Path, family: str = "llama", **tokenizer) -> Path:
+    """A model whose greedy answers differ from prompt to prompt: large random weights."""
+    make_tokenizer(make_model(folder, family, initializer_range=0.4), **tokenizer)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "right"}))
+    return folder
+
+
+def greedy_by_hand(answerer: Answerer, ids: list[int], num_new: int) -> list[int]:
+    """Greedy decoding without generate, cache, padding or batch: the oracle."""
+    ids = list(ids)
+    start = len(ids)
+    with torch.no_grad():
+        for _ in range(num_new):
+            token = int(answerer.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            if token in answerer.stop_ids:
+                break
+            ids.append(token)
+    return ids[start:]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Answerer:
+    return load_for_inference(make_folder(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_batch_equals_single_equals_oracle(tmp_path, family, pad):
+    answerer = load_for_inference(make_folder(tmp_path / "model", family, pad_token=pad))
+    assert answerer.tokenizer.padding_side == "right"
+    oracle = [greedy_by_hand(answerer, ids, 8) for ids in PROMPTS]
+    assert len({tuple(answer) for answer in oracle}) > 2, "the model must not say the same to everyone"
+    for batch_size in (1, 2, 16):
+        assert generate_ids(answerer, PROMPTS, 8, batch_size=batch_size) == oracle
+    assert generate_ids(answerer, PROMPTS[::-1], 8) == oracle[::-1]
+
+
+def test_answers_are_cut_at_any_stop_id(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    whole = generate_ids(load_for_inference(folder), PROMPTS, 8)
+    stop = next(answer[3] for answer in whole if len(answer) == 8 and answer[3] not in answer[:3])
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [EOS, stop]}))
+    answerer = load_for_inference(folder)
+    assert answerer.stop_ids == (EOS, stop)
+    cut = generate_ids(answerer, PROMPTS, 8)
+    assert cut == [answer[: answer.index(stop)] if stop in answer else answer for answer in whole]
+    assert cut != whole
+
+
+def test_nothing_in_the_models_generation_config_but_stop_ids_steers(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    plain = generate_ids(load_for_inference(folder), PROMPTS, 8)
+    generation = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 9.0, "max_length": 3, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert generate_ids(load_for_inference(folder), PROMPTS, 8) == plain
+
+
+def test_too_long_a_prompt_is_refused_with_numbers(llama):
+    long = ids_of("red " * 60)
+    with pytest.raises(
+        ConfigError, match=r"Prompt 2 has 60 tokens; with 8 new tokens that is 68, .* 64 positions"
+    ) as error:
+        generate_ids(llama, [PROMPTS[0], long], 8)
+    assert "at most 4 new tokens" in error.value.hint
+    assert len(generate_ids(llama, [long], 4)[0]) <= 4
+    with pytest.raises(ConfigError, match="empty"):
+        generate_ids(llama, [[]], 4)
+
+
+def test_sampling_is_repeatable_and_leaves_the_generator_alone(llama):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first = generate_ids(llama, PROMPTS, 8, temperature=3.0, seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    assert generate_ids(llama, PROMPTS, 8, temperature=3.0, seed=1) == first
+    assert generate_ids(llama, PROMPTS, 8, temperature=3.0, seed=2) != first
+    greedy = generate_ids(llama, PROMPTS, 8)
+    assert greedy != first
+    assert generate_ids(llama, PROMPTS, 8, temperature=3.0, top_p=1e-6) == greedy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": -1}, {"top_p": 0.0, "temperature": 1}, {"top_p": 0.5}, {"max_new_tokens": 0}, {"batch_size": 0}],
+)
+def test_wrong_settings_are_refused(llama, settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        generate_ids(llama, PROMPTS, **settings)
+
+
+def test_prompts_go_through_the_template(llama):
+    expected = ids_of("<bos> <|user|> red blue <|end|> <|assistant|>")
+    assert prompt_tokens(llama, "red blue") == expected
+    assert prompt_tokens(llama, [{"role": "user", "content": "red blue"}]) == expected
+    with_system = ids_of("<bos> <|system|> sun <|end|> <|user|> red blue <|end|> <|assistant|>")
+    assert prompt_tokens(llama, "red blue", "sun") == with_system
+    own = [{"role": "system", "content": "moon"}, {"role": "user", "content": "red"}]
+    assert prompt_tokens(llama, own, "sun") == ids_of(
+        "<bos> <|system|> moon <|end|> <|user|> red <|end|> <|assistant|>"
+    )
+    assert own[0]["content"] == "moon"
+    texts = generate_text(llama, ["red blue", "sun"], max_new_tokens=6)
+    ids = generate_ids(llama, [expected, prompt_tokens(llama, "sun")], 6)
+    assert [ids_of(text) for text in texts] == [[token for token in answer if token > END] for answer in ids]
+
+
+def test_without_a_template_prompts_are_plain_text(tmp_path):
+    answerer = load_for_inference(make_folder(tmp_path / "model", chat_template=None, add_bos=True))
+    assert prompt_tokens(answerer, "red blue") == ids_of("<bos> red blue")
+    for prompt, system in (("red", "sun"), ([{"role": "user", "content": "red"}], None)):
+        with pytest.raises(ConfigError, match="no chat template"):
+            prompt_tokens(answerer, prompt, system)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="No model folder"):
+        generate_text(tmp_path / "nothing", ["red"])

@@ -1,0 +1,109 @@
+"""Loss and exact match on rows of data, next to the base."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_models import make_model, make_tokenizer
+
+from fullshard.errors import DataError
+from fullshard.evaluate import evaluate_run
+from fullshard.infer.generate import generate_text, load_for_inference
+
+QUESTIONS = ["red blue", "sun", "moon star sky", "one two three four five six"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model and its base: two seeds."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_tokenizer(make_model(root / str(seed), initializer_range=0.4, seed=seed)) for seed in (7, 8)]
+
+
+@pytest.fixture
+def data(tmp_path, folders):
+    """Four rows; the model answers the first two right (its own answers are the expected ones)."""
+    own = generate_text(folders[0], QUESTIONS, max_new_tokens=4)
+    expected = [f" {own[0]}\n", own[1], "fig plum", "stone"]
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": question, "answer": text} for question, text in zip(QUESTIONS, expected, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loss_by_hand(folder, path) -> tuple[float, int]:
+    """Mean cross-entropy over answer tokens and <|end|>, one row at a time, plain transformers."""
+    answerer = load_for_inference(folder)
+    total, count = 0.0, 0
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        prompt = f"<bos><|user|>{row['question']}<|end|><|assistant|>"
+        start = len(answerer.tokenizer(prompt)["input_ids"])
+        ids = torch.tensor(answerer.tokenizer(f"{prompt}{row['answer']}<|end|>")["input_ids"])[None]
+        with torch.no_grad():
+            logits = answerer.model(input_ids=ids).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits[start - 1 : -1], ids[0, start:], reduction="sum"))
+        count += ids.shape[1] - start
+    return total / count, count
+
+
+def test_loss_and_exact_match_next_to_the_base(folders, data):
+    result = evaluate_run(folders[0], data, base=folders[1], max_new_tokens=4, batch_size=3)
+    loss, count = loss_by_hand(folders[0], data)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert (result.rows, result.supervised_tokens) == (4, count)
+    assert [answer.correct for answer in result.answers] == [True, True, False, False]
+    assert result.exact_match == 0.5 and result.left_out == ()
+    assert [answer.prompt for answer in result.answers] == QUESTIONS
+    assert result.answers[0].origin.endswith("rows.jsonl:1")
+    assert result.base.loss == pytest.approx(loss_by_hand(folders[1], data)[0], rel=1e-5)
+    assert result.base.loss != pytest.approx(result.loss, rel=1e-3)
+    lines = result.to_text().splitlines()
+    assert lines[0].startswith("base: loss ") and lines[1].startswith(f"model: loss {loss:.4f} over {count} supervised")
+    assert lines[1].endswith("exact match 2 of 4 (50%)")
+    value = json.loads(json.dumps(result.to_json()))
+    assert value["exact_match"] == 0.5 and value["base"]["num_correct"] == result.base.num_correct
+
+
+def test_limit_and_the_length_of_answers(folders, data):
+    result = evaluate_run(folders[0], data, limit=1)
+    assert (result.rows, result.num_answers) == (1, 1)
+    with pytest.raises(DataError, match="limit"):
+        evaluate_run(folders[0], data, limit=0)
+
+
+def test_rows_without_room_are_left_out_and_said(folders, data):
+    long = {"question": "red " * 58, "answer": "blue"}
+    too_long = {"question": "red " * 70, "answer": "blue"}
+    data.write_text(data.read_text() + json.dumps(long) + "\n" + json.dumps(too_long) + "\n")
+    result = evaluate_run(folders[0], data, max_new_tokens=4)
+    assert (result.rows, result.num_answers) == (5, 4)
+    assert len(result.left_out) == 3
+    assert "rows.jsonl:6: " in result.left_out[0] and "64 positions (loss)" in result.left_out[0]
+    assert "rows.jsonl:5: " in result.left_out[1] and "no room for 4" in result.left_out[1]
+    assert "left out: 3" in result.to_text()
+
+
+def test_plain_text_has_a_loss_and_no_answers(tmp_path, folders):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "red blue green"}\n{"text": "sun"}\n')
+    result = evaluate_run(folders[0], path)
+    assert result.exact_match is None and result.supervised_tokens == 4
+    assert "exact match" not in result.to_text()
+
+
+def test_rows_are_read_as_the_run_read_them(tmp_path, folders):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "red", "a": "blue"}\n')
+    with pytest.raises(DataError, match="no known shape"):
+        evaluate_run(folders[0], path)
+    merged = tmp_path / "merged"
+    make_tokenizer(make_model(merged))
+    settings = {"columns": {"q": "user", "a": "assistant"}, "system": "sun", "max_length": 16}
+    (merged / "merge.json").write_text(json.dumps({"settings": settings}))
+    by_record = evaluate_run(merged, path)
+    by_hand = evaluate_run(merged, path, settings={"columns": settings["columns"]})
+    assert by_record.rows == 1
+    assert by_record.loss != pytest.approx(by_hand.loss, rel=1e-6)  # the system message is in the prompt

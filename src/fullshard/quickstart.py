@@ -31,6 +31,7 @@ SUMMARY = "quickstart.json"
 HELD_OUT = {"English": DATA_FOLDER / "heldout.jsonl", "Chinese": DATA_FOLDER / "heldout_zh.jsonl"}
 SHOWN = {"English": 12, "Chinese": 3}  # rows in the table; all of them stand in quickstart.json
 MERGE_SECONDS = 20  # read, fold, write and prove 135 M weights on a slow disk
+ANSWER_WIDTH = 60  # characters of an answer in the table
 MAX_NEW_TOKENS = 20  # the longest answer has 12 tokens
 
 
@@ -94,9 +95,10 @@ def run_quickstart(
     """
     started = time.monotonic()
     console = Console()
+    run = Path(output) if output is not None else free_run_folder(Path("runs"))
+    _require_free(run)
     _check_machine(console)
     folder = Path(model).expanduser() if model is not None else _built_in_model(console)
-    run = Path(output) if output is not None else free_run_folder(Path("runs"))
     recipe = write_recipe(folder, run)
     console.print(f"\n[bold]2 Plan[/bold]  recipe: {escape(str(recipe))}", highlight=False)
     config = fullshard.load_config(recipe)
@@ -150,6 +152,12 @@ def recipe_path(run: Path) -> Path:
     return run.with_name(f"{run.name}.yaml")
 
 
+def _require_free(run: Path) -> None:
+    for path in (run, recipe_path(run)):
+        if path.exists():
+            raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
+
+
 def write_recipe(model: Path, run: Path) -> Path:
     """Write the shipped recipe with its places filled next to ``run``; ConfigError where a file or folder is there."""
     path = recipe_path(run)
@@ -163,14 +171,10 @@ def write_recipe(model: Path, run: Path) -> Path:
     names = re.compile(r"\b(" + "|".join(places) + r")\b")
     text = RECIPE.read_text(encoding="utf-8")
     text = names.sub(lambda match: json.dumps(str(places[match.group()]), ensure_ascii=False), text)
-    if run.exists():
-        raise ConfigError(f"The run folder {run} exists already.", "Choose another, or leave it out.")
+    _require_free(run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already.", "Choose another run folder, or remove it.") from None
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Run it in a folder of yours.") from None
     return path
@@ -186,10 +190,15 @@ def answer_table(result: QuickstartResult) -> Table:
             before, after = result.base[language].answers[index], tuned.answers[index]
             style = "green" if after.correct else "red"
             mark = "✓ " if after.correct else "✗ "
-            table.add_row(
-                Text(after.prompt), Text(before.answer), Text(mark + after.answer, style=style), Text(after.expected)
-            )
+            tuned_answer = Text(mark + _short(after.answer), style=style)
+            table.add_row(Text(after.prompt), Text(_short(before.answer)), tuned_answer, Text(after.expected))
     return table
+
+
+def _short(answer: str) -> str:
+    """An answer on one line, cut where it runs on."""
+    line = " ".join(answer.split())
+    return line if len(line) <= ANSWER_WIDTH else line[: ANSWER_WIDTH - 1] + "…"
 
 
 def _check_machine(console: Console) -> None:
@@ -224,8 +233,11 @@ def _built_in_model(console: Console) -> Path:
 
 def _evaluate(model: Path, console: Console) -> dict[str, EvalResult]:
     """Loss and greedy answers on the held-out rows of each language; the model is loaded once."""
+    from transformers.utils.logging import disable_progress_bar
+
     from fullshard.infer.generate import load_for_inference
 
+    disable_progress_bar()  # transformers' own bars would tear ours
     with console.status("loading the model") as status:
         answerer = load_for_inference(model)
         found = {}

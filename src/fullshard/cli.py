@@ -118,7 +118,7 @@ def merge(
     if json_output:
         _print_json(result)
         return
-    print("\n".join(result.lines))
+    print(result.to_text())
     print(f"Next: fullshard chat {result.folder}")
 
 
@@ -131,9 +131,9 @@ def chat(
     debug: Debug = False,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-D or /exit ends it."""
-    from fullshard.infer.chat import chat_loop
+    from fullshard.infer.chat import start_chat
 
-    chat_loop(model, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
+    start_chat(model, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
 
 
 @app.command("eval")
@@ -158,7 +158,7 @@ def evaluate(
         _print_json(result)
         return
     _print_answers(result, show)
-    print("\n".join(result.lines()))
+    print(result.to_text())
 
 
 @app.command(rich_help_panel=MORE)
@@ -208,11 +208,13 @@ def resume(run: Run, ranks: Ranks = None, step: Step = None, json_output: Json =
 
 @app.command(rich_help_panel=MORE)
 def doctor(json_output: Json = False, debug: Debug = False) -> None:
-    """Check this machine: accelerators, memory, disk, versions."""
+    """Check this machine: versions, accelerators, memory, disk, two ranks. Exit code 2 where a check fails."""
     from fullshard.doctor import check_machine
 
     result = check_machine()
     _print_json(result) if json_output else print(result.to_text())
+    if not result.healthy:
+        raise typer.Exit(2)
 
 
 @app.command(rich_help_panel=MORE)

@@ -23,7 +23,10 @@ from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape
 
-CPU_PROCESS_BYTES = 450_000_000  # torch + transformers + peft + gloo, anonymous, after the first step
+CPU_PROCESS_BYTES = (
+    600_000_000  # resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run
+)
+# (2 ranks, 151-token rows) peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form

@@ -151,7 +151,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
                 micro_tokens=area,
                 longest=longest,
                 recompute=recompute,
-                accumulates=area < share,
+                accumulates=_accumulates(config, num_ranks, facts.volume, micro_batch),
                 adapters=facts.adapters.parameters if config.method == "lora" else 0,
                 adapted_inputs=facts.adapters.inputs_per_block if config.method == "lora" else 0,
                 on_cpu=facts.machine.kind == "cpu",
@@ -167,12 +167,20 @@ def longest_row(config: RunConfig, facts: Facts) -> int:
     return min(limit, facts.volume.longest)
 
 
+def _accumulates(config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]) -> bool:
+    """Whether one of the first steps takes more than one micro-batch, laid out as training will."""
+    lengths = np.minimum(volume.lengths, config.data.max_length)
+    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch))[:3]
+    packing, limit = config.data.packing, config.data.max_length
+    return any(len(lay_out(window, lengths, num_ranks, micro_batch, packing, limit)) > 1 for window in first)
+
+
 def _tokens_of_a_rank(config: RunConfig, num_ranks: int, volume: Volume) -> int:
-    """Padded tokens that one rank sees in a full step, with a tenth for padding and unevenness."""
+    """Padded tokens that one rank sees in a full step, with a third more for padding and unevenness."""
     count, unit = parse_quantity(config.train.global_batch)
     lengths = np.minimum(volume.lengths, config.data.max_length)
     tokens = min(count, len(lengths)) * float(lengths.mean()) if unit == "rows" else min(count, int(lengths.sum()))
-    return max(1, int(1.1 * tokens / num_ranks))
+    return max(1, int(1.3 * tokens / num_ranks))
 
 
 def _micro_batches(config: RunConfig, kind: str, longest: int, share: int) -> list[tuple[int, str]]:

@@ -33,7 +33,7 @@ class Volume:
 
 
 def read_volume(config: RunConfig) -> Volume:
-    """The run's prepared rows if its folder holds them, else an estimate from the files. DataError where they are bad."""
+    """The run's prepared rows if its folder holds them, else an estimate from its files. DataError for bad files."""
     run = Path(config.output)
     if (run / PREPARED / "train").is_dir() and _is_prepared_for(run, config):
         return _prepared_volume(run / PREPARED)

@@ -167,7 +167,7 @@ def test_peak_is_the_states_and_the_larger_of_backward_and_step(k1):
     peaks = moment_peaks(k1, job())
     assert peaks["train"] == total["always"] + max(total["backward"] + total["head"], total["step"])
     assert set(peaks) == {"load", "train", "eval", "save", "merge"}
-    assert peaks["load"] == 450_000_000 + 4 * 7248 // 2 + 4 * 1024 + 100_000_000
+    assert peaks["load"] == 600_000_000 + 4 * 7248 // 2 + 4 * 1024 + 100_000_000
 
 
 def test_experts_count_only_the_chosen_ones():

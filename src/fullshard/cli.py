@@ -260,6 +260,11 @@ def quickstart(
 
 
 def _print_trained(result: Any, json_output: bool) -> None:
+    """Under torchrun every rank is this program: the first one speaks."""
+    from fullshard.launch import speaks
+
+    if not speaks():
+        return
     if json_output:
         _print_json(result)
         return

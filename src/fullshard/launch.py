@@ -96,7 +96,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
         write_json(run / DATA, account)
         plan = make_plan(config, ranks)
         write_json(run / PLAN, plan.to_json())
-        write_json(run / LAUNCH, {"launcher": _launcher_id(), "ranks": plan.num_ranks})
+        write_json(run / LAUNCH, {"launcher": _launcher_id(), "ranks": plan.ranks})
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise
@@ -137,13 +137,18 @@ def _environment() -> dict[str, Any]:
 
 
 def _planned_ranks(run: Path) -> int:
-    return int(read_json(run / PLAN)["num_ranks"])
+    return int(read_json(run / PLAN)["ranks"])
 
 
 def _started_by_launcher() -> bool:
     from fullshard.ranks import under_torchrun
 
     return under_torchrun()
+
+
+def speaks() -> bool:
+    """Whether this process prints: always, except under torchrun on all ranks but the first."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _launcher_id() -> str:

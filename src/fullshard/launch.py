@@ -90,7 +90,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
     except OSError as error:
         raise ConfigError(f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER") from None
     try:
-        write_json(run / CONFIG, _absolute(config).model_dump(mode="json"))
+        write_json(run / CONFIG, _resolved(config))
         write_json(run / ENVIRONMENT, _environment())
         account = prepare(config, run / PREPARED)
         write_json(run / DATA, account)
@@ -101,7 +101,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
         shutil.rmtree(run, ignore_errors=True)
         raise
     if not quiet:
-        for line in account.get("report", []):
+        for line in [*account["report"], *plan.to_summary()]:
             print(line)
 
 
@@ -110,9 +110,13 @@ def _recipe_text(config: RunConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _absolute(config: RunConfig) -> RunConfig:
-    model = config.model.model_copy(update={"path": str(Path(config.model.path).expanduser().resolve())})
-    return config.model_copy(update={"model": model})
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    """Every key with its value, the model's folder as an absolute path."""
+    values = config.model_dump(mode="json")
+    values["model"]["path"] = str(Path(config.model.path).expanduser().resolve())
+    if config.method == "full":
+        del values["lora"]  # a full recipe may not have the section
+    return values
 
 
 def _environment() -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fullshard.config import TrainSection, parse_quantity
+
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version.
@@ -42,6 +44,22 @@ def windows(lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str
     if start < len(order):
         found.append(order[start:])
     return found
+
+
+def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
+    """(epoch, row ids) of every optimizer step of a run: a function of data, seed, epochs and global_batch only.
+
+    A part of an epoch is at least one step.
+    """
+    quantity = parse_quantity(train.global_batch)
+    steps: list[tuple[int, np.ndarray]] = []
+    epoch = 0
+    while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
+        of_epoch = windows(lengths, train.seed, epoch, quantity)
+        share = min(1.0, train.epochs - epoch)
+        steps += [(epoch, window) for window in of_epoch[: max(1, round(share * len(of_epoch)))]]
+        epoch += 1
+    return steps[: train.max_steps]
 
 
 def lay_out(

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from fullshard.errors import ModelError
 from fullshard.model.names import file_name_of
@@ -66,9 +67,7 @@ class WeightFiles:
                 handle = safe_open(folder / file, framework="pt")
                 for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
                     self._places[name] = handle
-            except Exception as error:
-                if type(error).__name__ != "SafetensorError":
-                    raise
+            except SafetensorError as error:
                 raise ModelError(f"{folder / file} is damaged: {error}", "Download this file again.") from None
 
     def names(self) -> list[str]:
@@ -170,5 +169,6 @@ def match_names(parameter_names: Iterable[str], files: WeightFiles, prefix: str,
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     """The whole model in this process (eval mode, ``dtype``) and its tokenizer."""
     folder = check_model_folder(path)
+    disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval(), load_tokenizer(folder)

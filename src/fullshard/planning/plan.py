@@ -70,6 +70,13 @@ class Plan:
         ]
         return report + [f"Note: {note}" for note in self.notes]
 
+    def to_summary(self) -> list[str]:
+        """What ``train`` prints of it: steps, fit and time."""
+        return [
+            f"plan: {self.num_steps:,} steps, {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank"
+            f" may use, {format_minutes(self.seconds_low, self.seconds_high)}"
+        ]
+
     def to_text(self) -> str:
         """The report as one string."""
         return "\n".join(self.to_lines())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fullshard.config import RunConfig, parse_quantity
-from fullshard.data.pack import lay_out, windows
+from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.errors import ConfigError, PlanError
 from fullshard.planning.hardware import find_accelerator, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
@@ -385,14 +385,8 @@ def measure_work(
 
 
 def count_steps(config: RunConfig, lengths: np.ndarray) -> int:
-    """Optimizer steps of the whole run, by the windows of each epoch; part of an epoch is at least one step."""
-    quantity = parse_quantity(config.train.global_batch)
-    total = epoch = 0
-    while epoch < config.train.epochs and (config.train.max_steps is None or total < config.train.max_steps):
-        of_epoch = len(windows(lengths, config.train.seed, epoch, quantity))
-        total += max(1, round(min(1.0, config.train.epochs - epoch) * of_epoch))
-        epoch += 1
-    return min(total, config.train.max_steps or total)
+    """Optimizer steps of the whole run."""
+    return len(windows_of_run(lengths, config.train))
 
 
 def _area(sequences: list[list[int]], lengths: np.ndarray) -> int:

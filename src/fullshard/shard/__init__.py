@@ -6,9 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ConfigError
-from fullshard.shard.interface import Precision, Shard, ShardedModel, local_part
+from fullshard.shard.interface import Shard, ShardedModel, local_part
+from fullshard.train.precision import Precision
 
-__all__ = ["Precision", "Shard", "ShardedModel", "local_part", "shard_model"]
+__all__ = ["Shard", "ShardedModel", "local_part", "shard_model"]
 
 
 def shard_model(

@@ -27,20 +27,6 @@ class Shard:
     trainable: bool
 
 
-@dataclass(frozen=True)
-class Precision:
-    """dtypes of a run: what rests (trainable ones are fp32 masters), computes, and crosses the wire in reduction."""
-
-    compute: torch.dtype
-    master: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
-
-    @property
-    def frozen(self) -> torch.dtype:
-        """Storage of frozen weights: the compute dtype."""
-        return self.compute
-
-
 class ShardedModel(Protocol):
     """A model whose parameters, gradients and optimizer state are split over the ranks."""
 

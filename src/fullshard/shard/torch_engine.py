@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fullshard.shard.interface import Precision, Shard, local_part
+from fullshard.shard.interface import Shard, local_part
+from fullshard.train.precision import Precision
 
 
 class TorchShardedModel:

@@ -12,10 +12,10 @@ import torch
 
 from fullshard.checkpoint.load import load_checkpoint
 from fullshard.checkpoint.save import save_checkpoint
-from fullshard.config import RunConfig, parse_quantity
+from fullshard.config import RunConfig
 from fullshard.data.batches import make_batch
 from fullshard.data.chat import choose_pad_id, load_tokenizer
-from fullshard.data.pack import lay_out, windows
+from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, use_exact_fp32
 from fullshard.errors import ConfigError
@@ -54,19 +54,6 @@ class TrainResult:
     peak_memory_bytes: int  # largest over the ranks
 
 
-def plan_windows(data: PreparedData, config: RunConfig) -> list[tuple[int, np.ndarray]]:
-    """(epoch, row ids) of every optimizer step of the run: a function of data, seed, epochs and global_batch only."""
-    quantity = parse_quantity(config.train.global_batch)
-    steps: list[tuple[int, np.ndarray]] = []
-    epoch = 0
-    while epoch < config.train.epochs:
-        of_epoch = windows(data.lengths, config.train.seed, epoch, quantity)
-        share = min(1.0, config.train.epochs - epoch)
-        steps += [(epoch, window) for window in of_epoch[: max(1, round(share * len(of_epoch)))]]
-        epoch += 1
-    return steps[: config.train.max_steps]
-
-
 def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool) -> None:
     """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
     use_exact_fp32()
@@ -74,7 +61,7 @@ def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, r
     data = open_prepared(run / PREPARED, "train")
     has_eval = (run / PREPARED / "eval").is_dir()
     held_out = open_prepared(run / PREPARED, "eval") if has_eval else None
-    steps = plan_windows(data, config)
+    steps = windows_of_run(data.lengths, config.train)
     log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet)
     try:
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
-from fullshard.shard.interface import Precision
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of a run: what rests (trainable ones are fp32 masters), computes, and crosses the wire in reduction."""
+
+    compute: torch.dtype
+    master: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+    @property
+    def frozen(self) -> torch.dtype:
+        """Storage of frozen weights: the compute dtype."""
+        return self.compute
 
 
 def precision_of(name: str) -> Precision:

@@ -14,9 +14,9 @@ from fullshard.model.blocks import find_units, is_tied
 from fullshard.model.load import WeightFiles, build_on_meta, load_buffers, match_names
 from fullshard.model.names import file_name_of, is_adapter
 from fullshard.ranks import Ranks
-from fullshard.shard import Precision, ShardedModel, shard_model
+from fullshard.shard import ShardedModel, shard_model
 from fullshard.train.loss import LossModel
-from fullshard.train.precision import set_storage
+from fullshard.train.precision import Precision, set_storage
 from fullshard.train.recompute import set_recompute
 
 LOSS_CHECK_TOKENS = 64

@@ -13,7 +13,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 240

@@ -144,9 +144,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.", show_default=False)] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Longest answer in tokens. Default: the longest expected, and 8.", show_default=False
-        ),
+        typer.Option(min=1, help="Longest answer in tokens. Default: the longest expected, and 8.", show_default=False),
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print the answers to this many rows.")] = 5,
     json_output: Json = False,

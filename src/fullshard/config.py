@@ -80,25 +80,35 @@ class TrainSection(Section):
     )
     global_batch: str = Field(default="32 rows", description='Documents per step: "64 rows" or "65536 tokens".')
     micro_batch: str | None = Field(
-        default=None, description='Documents per rank and forward: "4 rows" or "4096 tokens". Default: the plan chooses.'
+        default=None,
+        description='Documents per rank and forward: "4 rows" or "4096 tokens". Default: the plan chooses.',
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="Compute dtype; masters are fp32. auto: bf16 where it is measured faster, else fp32."
+        default="auto",
+        description="Compute dtype; masters are fp32. auto: bf16 where it is measured faster, else fp32.",
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (betas 0.9, 0.999) or plain SGD.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, matrices only.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Learning rate after warmup.")
-    warmup: float = Field(default=0.05, ge=0, description="Warm-up: a share of all steps below 1, else a number of steps.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Learning rate after warmup."
+    )
+    warmup: float = Field(
+        default=0.05, ge=0, description="Warm-up: a share of all steps below 1, else a number of steps."
+    )
     clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
     recompute: Literal["auto", "on", "off"] = Field(
         default="auto", description="Recompute activations in backward. auto: only where memory needs it."
     )
-    eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations. Default: at each epoch's end.")
-    save_every: int | None = Field(default=None, ge=1, description="Steps between checkpoints. Default: at the end only.")
+    eval_every: int | None = Field(
+        default=None, ge=1, description="Steps between evaluations. Default: at each epoch's end."
+    )
+    save_every: int | None = Field(
+        default=None, ge=1, description="Steps between checkpoints. Default: at the end only."
+    )
     keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
     seed: int = Field(default=0, ge=0, description="Seeds the row order, the adapter's start and dropout.")
 
-    @field_validator("global_batch", "micro_batch")
+    @field_validator("global_batch", "micro_batch", mode="before")
     @classmethod
     def _has_unit(cls, value: str | None) -> str | None:
         if value is not None:
@@ -111,7 +121,9 @@ class RunConfig(Section):
 
     model: ModelSection = Field(description="The base model.")
     data: DataSection = Field(description="The data.")
-    method: Literal["full", "lora"] = Field(default="lora", description="Train all weights, or adapters on a frozen base.")
+    method: Literal["full", "lora"] = Field(
+        default="lora", description="Train all weights, or adapters on a frozen base."
+    )
     lora: LoraSection = Field(default_factory=LoraSection, description="LoRA settings.")
     train: TrainSection = Field(default_factory=TrainSection, description="The training loop.")
     engine: Literal["torch"] = Field(default="torch", description="Sharding engine: torch is PyTorch's fully_shard.")
@@ -181,7 +193,9 @@ def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfi
         problems = [_explain(problem) for problem in error.errors()]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{origin}: {count}\n{lines}", "All keys with their meaning: fullshard train --schema") from None
+        raise ConfigError(
+            f"{origin}: {count}\n{lines}", "All keys with their meaning: fullshard train --schema"
+        ) from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -207,7 +221,7 @@ def _explain(problem: dict[str, Any]) -> str:
     key = ".".join(place) or "recipe"
     kind = problem["type"]
     if kind == "extra_forbidden":
-        leaf_names = recipe_keys()
+        leaf_names = recipe_keys() + list(RunConfig.model_fields)
         nearest = difflib.get_close_matches(key, leaf_names, 1, 0.6)
         if not nearest:
             nearest = [name for name in leaf_names if name.split(".")[-1] == place[-1]][:1]

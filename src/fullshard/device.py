@@ -11,7 +11,9 @@ import torch
 
 def device_kind() -> str:
     """``cuda``, ``npu`` or ``cpu``: what this machine computes on."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    )
     return accelerator.type if accelerator is not None else "cpu"
 
 

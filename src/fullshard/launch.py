@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -77,10 +78,11 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
 def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) -> None:
     """Make the run folder with recipe, config, prepared data and plan; on any error nothing is left behind."""
     from fullshard.data.prepared import prepare
+    from fullshard.infer.model_folder import check_generation_config
     from fullshard.model.load import check_model_folder
     from fullshard.planning.search import make_plan
 
-    check_model_folder(config.model.path)
+    folder = check_model_folder(config.model.path)
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         hint = f"Go on with it: fullshard resume {run}" if (run / CONFIG).is_file() else "Choose another output."
         raise ConfigError(f"The output folder {run} exists already.", f"{hint} Or: output=ANOTHER_FOLDER")
@@ -88,7 +90,9 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
         run.mkdir(parents=True, exist_ok=True)
         (run / RECIPE).write_text(_recipe_text(config), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER") from None
+        raise ConfigError(
+            f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER"
+        ) from None
     try:
         write_json(run / CONFIG, _resolved(config))
         write_json(run / ENVIRONMENT, _environment())
@@ -101,7 +105,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
         shutil.rmtree(run, ignore_errors=True)
         raise
     if not quiet:
-        for line in [*account["report"], *plan.to_summary()]:
+        for line in [*check_generation_config(folder), *account["report"], *plan.to_summary()]:
             print(line)
 
 
@@ -186,21 +190,32 @@ def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> 
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
-    records = [read_json(path) for path in sorted((run / ERRORS).glob("rank_*.json"))] if (run / ERRORS).is_dir() else []
+    """The cause of a failed launch: a problem that a rank named, else a rank ended by a signal, else the first exception.
+
+    A rank that lost its peer raises too, a moment later; the elastic launcher ends the others by SIGTERM.
+    """
+    records = (
+        [read_json(path) for path in sorted((run / ERRORS).glob("rank_*.json"))] if (run / ERRORS).is_dir() else []
+    )
+    records.sort(key=lambda record: record["time"])
+    for record in records:
+        if record["type"] in ERROR_TYPES:
+            return ERROR_TYPES[record["type"]](record["message"], record["hint"])
+    for rank, failure in sorted(error.failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            cause = " (often: out of memory)" if failure.exitcode == -signal.SIGKILL else ""
+            return TrainError(
+                f"Rank {rank} was ended by signal {-failure.exitcode}{cause}.",
+                f"Check memory: fullshard plan {run / RECIPE}",
+            )
     if records:
-        # A rank that lost its peers fails too, a little later: the first one, and among them a named problem, is the cause.
-        first = min(records, key=lambda record: (record["type"] not in ERROR_TYPES, record["time"]))
-        if first["type"] in ERROR_TYPES:
-            return ERROR_TYPES[first["type"]](first["message"], first["hint"])
-        place = run / ERRORS / f"rank_{first['rank']}.json"
+        place = run / ERRORS / f"rank_{records[0]['rank']}.json"
         return TrainError(
-            f"Rank {first['rank']} raised {first['type']}: {first['message']}", f"The traceback stands in {place}"
+            f"Rank {records[0]['rank']} raised {records[0]['type']}: {records[0]['message']}",
+            f"The traceback stands in {place}",
         )
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-    code = failure.exitcode
-    ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    cause = " (often: out of memory)" if code == -9 else ""
-    return TrainError(f"Rank {rank} {ending}{cause}.", f"Check memory: fullshard plan {run / RECIPE}")
+    return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
 
 
 def read_result(run: Path) -> Any:

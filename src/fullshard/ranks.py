@@ -82,9 +82,7 @@ def start_ranks() -> Ranks:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     set_threads(int(os.environ.get("FULLSHARD_THREADS", 0)) or num_cores() // local_ranks)
     if not dist.is_initialized():
-        dist.init_process_group(
-            collective_backend(device.type), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
-        )
+        dist.init_process_group(collective_backend(device.type), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
     return current_ranks(device, local)
 
 

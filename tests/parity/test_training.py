@@ -96,7 +96,9 @@ def oracle(run: Path, config: RunConfig) -> tuple[list[float], dict[str, torch.T
             ids = torch.tensor(ids.tolist())
             logits = model(ids[None]).logits[0].float()
             where = [place for place in range(1, len(ids)) if supervised[place]]
-            total = total + torch.nn.functional.cross_entropy(logits[[p - 1 for p in where]], ids[where], reduction="sum")
+            total = total + torch.nn.functional.cross_entropy(
+                logits[[p - 1 for p in where]], ids[where], reduction="sum"
+            )
             count += len(where)
         loss = total / count
         loss.backward()

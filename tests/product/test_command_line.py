@@ -92,9 +92,7 @@ def test_version(capsys):
     assert code == 0 and out.startswith("fullshard 0.")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["train"], ["nope"], ["plan", "r", "--nope"], ["train", "r", "--ranks", "0"]]
-)
+@pytest.mark.parametrize("arguments", [["train"], ["nope"], ["plan", "r", "--nope"], ["train", "r", "--ranks", "0"]])
 def test_usage_errors_exit_2(capsys, arguments):
     code, _, err = run_cli(capsys, *arguments)
     assert code == 2 and "fullshard" in err and "Traceback" not in err

@@ -123,5 +123,3 @@ def test_a_damaged_model_file_is_named(job):
     done = call(job, "train", "recipe.yaml")
     assert done.returncode == 2 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
     assert not (job / "run" / "checkpoints").exists()
-
-

@@ -89,7 +89,7 @@ def test_parameters_buffers_and_gradients_equal_a_plain_load(tmp_path, num_ranks
 
 def test_lora_leaves_the_base_frozen_and_every_rank_holds_the_same_adapter(tmp_path):
     path = make_model(tmp_path / "model")
-    model, loss = plain(path)
+    _, loss = plain(path)
     one = pool(1).run(load_everything, str(path), "lora", "fp32")[0]
     for full, _, total, gradients, _ in pool(2).run(load_everything, str(path), "lora", "fp32"):
         assert total == pytest.approx(loss, rel=1e-5)  # B is zero: the adapted model is the base

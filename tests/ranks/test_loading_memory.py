@@ -34,7 +34,9 @@ def peak_while_loading(ranks, path):
     peak.append(anonymous_memory_bytes())
     shards = built.sharded.shards()
     mine = sum(shard.value.numel() * 4 for shard in shards)
-    largest = max(4 * shard.full_shape[0] * (shard.full_shape[1] if len(shard.full_shape) > 1 else 1) for shard in shards)
+    largest = max(
+        4 * shard.full_shape[0] * (shard.full_shape[1] if len(shard.full_shape) > 1 else 1) for shard in shards
+    )
     return baseline, max(peak), mine, largest
 
 

@@ -46,7 +46,7 @@ def test_row_shape(rows):
     for name in FILES:
         for messages in rows[name]:
             assert [message["role"] for message in messages] == ["system", "user", "assistant"]
-            assert messages[0]["content"] == "fullshard help"
+            assert messages[0]["content"] == "help"
             assert all(message["content"] == message["content"].strip() != "" for message in messages)
             assert bool(CHINESE.search(question(messages))) == name.endswith("_zh")
 

@@ -111,7 +111,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
         if file.stat().st_size != facts["bytes"]:
             raise CheckpointError(
-                f"{file} is damaged: {file.stat().st_size} bytes, the manifest says {facts['bytes']}.", "Use another step."
+                f"{file} is damaged: {file.stat().st_size} bytes, the manifest says {facts['bytes']}.",
+                "Use another step.",
             )
     for stored in manifest.tensors:
         check_cover(stored)
@@ -124,7 +125,8 @@ def check_cover(stored: StoredTensor) -> None:
     for piece in stored.pieces:
         if piece.start != position or piece.stop < piece.start:
             raise CheckpointError(
-                f"{stored.kind} of {stored.name}: a piece starts at {piece.start}, expected {position}.", "Use another step."
+                f"{stored.kind} of {stored.name}: a piece starts at {piece.start}, expected {position}.",
+                "Use another step.",
             )
         position = piece.stop
     if position != stored.num_elements:

@@ -45,9 +45,7 @@ class RangeReader:
 
 
 @torch.no_grad()
-def load_checkpoint(
-    folder: Path, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor]
-) -> Manifest:
+def load_checkpoint(folder: Path, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor]) -> Manifest:
     """Copy weights and moments of a checkpoint into this rank's shards, bit for bit. Returns the manifest."""
     reader = RangeReader(folder)
     for shard in sharded.shards():

@@ -31,8 +31,20 @@ def add_adapters(model: nn.Module, lora: LoraSection) -> None:
             f"lora.targets = {lora.targets!r} does not fit {type(model).__name__}: {str(error).splitlines()[0]}",
             f"Linear modules of this model: {', '.join(linear)}",
         ) from None
+    _refuse_embeddings(model, lora)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+
+
+def _refuse_embeddings(model: nn.Module, lora: LoraSection) -> None:
+    """An adapter on the embedding, or on a head tied to it, could not be merged into one weight: refused before training."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    adapted_head = hasattr(head, "base_layer") and head.base_layer.weight is getattr(embedding, "weight", None)
+    if hasattr(embedding, "base_layer") or adapted_head:
+        raise ModelError(
+            f"lora.targets = {lora.targets!r} adapts the {'tied head' if adapted_head else 'embedding'}.",
+            "Name other modules, or train with method: full.",
+        )
 
 
 def _as_list(targets: str | list[str]) -> list[str]:

@@ -17,7 +17,9 @@ def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
                 if best is None or size > best[0]:
                     best = (size, owner, child)
     if best is None:
-        raise ModelError(f"{type(model).__name__} has no list of repeated blocks.", "This family cannot be sharded yet.")
+        raise ModelError(
+            f"{type(model).__name__} has no list of repeated blocks.", "This family cannot be sharded yet."
+        )
     return best[1], best[2]
 
 

@@ -52,7 +52,8 @@ def _weight_files(folder: Path) -> list[str]:
     others = sorted(path.name for path in folder.glob("*.bin"))
     found = f" It has {others[0]}, which this version does not read." if others else ""
     raise ModelError(
-        f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}", "Use a folder with safetensors weights."
+        f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}",
+        "Use a folder with safetensors weights.",
     )
 
 

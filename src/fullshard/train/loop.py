@@ -54,7 +54,9 @@ class TrainResult:
     peak_memory_bytes: int  # largest over the ranks
 
 
-def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool) -> None:
+def run_rank(
+    run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool
+) -> None:
     """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
     use_exact_fp32()
     started = time.perf_counter()
@@ -101,7 +103,8 @@ class Trainer:
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log = steps, log
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
-        self.precision = precision_of(plan["precision"])
+        self.precision_name = str(plan["precision"])
+        self.precision = precision_of(self.precision_name)
         self.pad_id = choose_pad_id(load_tokenizer(config.model.path))
         reset_peak_memory(ranks.device)
         self.built: Built = build_sharded(config, ranks, self.precision, bool(plan["recompute"]))
@@ -112,7 +115,7 @@ class Trainer:
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         log.say(
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
-            f"({config.method}); {describe(self.precision, config.method)}; {ranks.num_ranks} ranks on {ranks.device.type}"
+            f"({config.method}); {describe(self.precision, config.method)}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
 
     def prove_start(self) -> None:
@@ -133,7 +136,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
-        self.log.say(f"trial step on the longest rows ({int(self.data.lengths.max())} tokens): peak {peak / 1e9:.2f} GB a rank")
+        self.log.say(
+            f"trial step on the longest rows ({int(self.data.lengths.max())} tokens): peak {peak / 1e9:.2f} GB a rank"
+        )
 
     def _prove_packing(self) -> None:
         """Packed documents must not see each other: the packed loss of the first rows equals the one of each row alone."""
@@ -181,7 +186,8 @@ class Trainer:
         num_tokens = int(self.data.lengths[window].sum())
         if number == 1:
             self.log.say(
-                f"{len(window)} rows = {num_tokens:,} tokens = {ranks.num_ranks} ranks x {len(layout)} micro-batches"
+                f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {counted(ranks.num_ranks, 'rank')}"
+                f" x {counted(len(layout), 'micro-batch', 'es')}"
             )
         if num_supervised == 0:
             self.log.record("skipped", step=number, epoch=epoch, rows=len(window))
@@ -239,9 +245,14 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
+        trainer["precision"] = self.precision_name
         if self.config.method == "lora":
             trainer["adapter"] = adapter_settings(self.config.lora)
-        facts = {"method": self.config.method, "base_model": str(Path(self.config.model.path).resolve()), "trainer": trainer}
+        facts = {
+            "method": self.config.method,
+            "base_model": str(Path(self.config.model.path).resolve()),
+            "trainer": trainer,
+        }
         proof = {"tokens": tokens, "logits": logits}
         folder = save_checkpoint(
             self.run, step, self.sharded, self.moments, self.ranks, facts, proof, self.config.train.keep_last
@@ -267,13 +278,15 @@ class Trainer:
 
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
         data = self.config.data
-        return lay_out(
-            window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, data.packing, data.max_length
-        )
+        return lay_out(window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, data.packing, data.max_length)
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """``counted(1, "rank")`` is "1 rank"; ``counted(31204, "token")`` is "31,204 tokens"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def dropout_seed(seed: int, step: int, sequences: list[list[int]]) -> int:
     """Seed of one micro-batch's dropout: a function of run seed, step and its first row, so nothing need be stored."""
     first = sequences[0][0] if sequences else 0
     return (seed * 1_000_003 + step * 8_191 + first) % (1 << 63)
-

@@ -39,9 +39,7 @@ class MetricsLog:
         """Record a training step: step, loss, gradient_norm, learning_rate, tokens, tokens_per_second, memory_bytes."""
         self.record("train", **values)
         self._step_seconds += values["seconds"]
-        state = (
-            f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s  {values['memory_bytes'] / 1e9:.1f} GB"
-        )
+        state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s  {values['memory_bytes'] / 1e9:.1f} GB"
         if self._bar is not None:
             self._bar.update(self._task, completed=values["step"], state=state)
         elif self._active:

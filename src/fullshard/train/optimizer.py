@@ -104,4 +104,3 @@ def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ran
         f"Step {step}: the {'gradient' if places else 'loss'} is not finite ({'; '.join(places) or f'loss {loss}'}).",
         "Lower train.learning_rate, or train with train.precision=fp32; the last checkpoint is untouched.",
     )
-

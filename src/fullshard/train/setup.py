@@ -112,7 +112,9 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
     if difference <= LOSS_PATH_TOLERANCE[precision.compute]:
         return f"loss path: equal to the model's own logits (largest relative difference {difference:.1e})"
     built.loss_model.uses_own_logits = True
-    return f"loss path: the model's own logits, since ours differ by {difference:.1e} (full logits then exist in memory)"
+    return (
+        f"loss path: the model's own logits, since ours differ by {difference:.1e} (full logits then exist in memory)"
+    )
 
 
 def unmatched_file_names(config: RunConfig, files: WeightFiles, model: Any) -> list[str]:

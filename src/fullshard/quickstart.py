@@ -94,7 +94,10 @@ def run_quickstart(
     the first free one of ./runs/quickstart, ./runs/quickstart-2, ...). ``ranks``: default every accelerator, else 2.
     Raises UserError.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     started = time.monotonic()
+    disable_progress_bar()  # transformers' own bars would tear ours
     console = Console()
     run = Path(output) if output is not None else free_run_folder(Path("runs"))
     _require_free(run)
@@ -234,11 +237,8 @@ def _built_in_model(console: Console) -> Path:
 
 def _evaluate(model: Path, console: Console) -> dict[str, EvalResult]:
     """Loss and greedy answers on the held-out rows of each language; the model is loaded once."""
-    from transformers.utils.logging import disable_progress_bar
-
     from fullshard.infer.generate import load_for_inference
 
-    disable_progress_bar()  # transformers' own bars would tear ours
     with console.status("loading the model") as status:
         answerer = load_for_inference(model)
         found = {}

@@ -186,7 +186,9 @@ def write_recipe(model: Path, run: Path) -> Path:
 
 def answer_table(result: QuickstartResult) -> Table:
     """Held-out questions with base answer, tuned answer and expected answer; evenly chosen over the file."""
-    table = Table("question", "base answer", "tuned answer", "expected", show_lines=True)
+    table = Table(show_lines=True)
+    for name in ("question", "base answer", "tuned answer", "expected"):
+        table.add_column(name, overflow="fold")  # Chinese has no spaces to break lines at
     for language, tuned in result.tuned.items():
         count = len(tuned.answers)
         shown = min(SHOWN[language], count)

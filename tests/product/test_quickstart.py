@@ -36,7 +36,16 @@ def test_main_job_on_two_ranks(tiny_model, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     result = run_quickstart(model=tiny_model, ranks=2)
     out = capfd.readouterr().out
-    places = [out.index(text) for text in ("1 Machine", "2 Plan", "Expected from here", "trained", "proof", "expected")]
+    stages = (
+        "1 Machine",
+        "2 Plan",
+        "Expected from here",
+        "trained 33 steps",
+        "proof:",
+        "base answer",
+        "English: held-out",
+    )
+    places = [out.rindex(stage) for stage in stages]
     assert places == sorted(places)
     assert str(result.run) == "runs/quickstart" and (result.merged / "model.safetensors").is_file()
     written = json.loads((result.run / "quickstart.json").read_text())

@@ -40,7 +40,7 @@ def test_main_job_on_two_ranks(tiny_model, tmp_path, monkeypatch, capfd):
         "1 Machine",
         "2 Plan",
         "Expected from here",
-        "trained 33 steps",
+        " steps in ",
         "proof:",
         "base answer",
         "English: held-out",

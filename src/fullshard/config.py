@@ -115,6 +115,12 @@ class TrainSection(Section):
             parse_quantity(value)
         return value
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: object) -> object:
+        """YAML reads a bare ``on`` or ``off`` as a truth value."""
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
 
 class RunConfig(Section):
     """A whole recipe. Frozen: nothing writes to it after ``load_config``."""

@@ -165,6 +165,7 @@ def _launcher_id() -> str:
 
 def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> Any:
     """Start the ranks through torch's elastic launcher and wait; returns the TrainResult or raises the first failure."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -186,6 +187,11 @@ def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> 
         elastic_launch(launch_config, sys.executable)(*arguments)
     except ChildFailedError as error:
         raise _first_failure(run, error) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        hint = f"Go on from the newest checkpoint: fullshard resume {run}"
+        raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
     return read_result(run)
 
 

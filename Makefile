@@ -16,7 +16,7 @@ MODEL ?=
 RANKS ?=
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.fullshard_installed
+STAMP := $(VENV)/.fullshard_installed_$(TORCH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SITE := $(if $(filter keep,$(TORCH)),--system-site-packages,)
 
@@ -41,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
 
 # The stamp is written last: an installation that was interrupted is repeated, a finished one costs nothing.
 $(STAMP): pyproject.toml constraints.txt

@@ -30,13 +30,15 @@ def parse_quantity(text: str) -> tuple[int, str]:
 class Section(BaseModel):
     """A part of the recipe: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """The base model."""
 
-    path: str = Field(description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files).")
+    path: str = Field(
+        min_length=1, description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files)."
+    )
 
 
 class DataSection(Section):
@@ -103,10 +105,10 @@ class TrainSection(Section):
         default=None, ge=1, description="Steps between evaluations. Default: at each epoch's end."
     )
     save_every: int | None = Field(
-        default=None, ge=1, description="Steps between checkpoints. Default: at the end only."
+        default=None, ge=1, description="Steps between checkpoints. Default: at each epoch's end."
     )
     keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
-    seed: int = Field(default=0, ge=0, description="Seeds the row order, the adapter's start and dropout.")
+    seed: int = Field(default=0, ge=0, le=2**62, description="Seeds the row order, the adapter's start and dropout.")
 
     @field_validator("global_batch", "micro_batch", mode="before")
     @classmethod
@@ -133,12 +135,15 @@ class RunConfig(Section):
     lora: LoraSection = Field(default_factory=LoraSection, description="LoRA settings.")
     train: TrainSection = Field(default_factory=TrainSection, description="The training loop.")
     engine: Literal["torch"] = Field(default="torch", description="Sharding engine: torch is PyTorch's fully_shard.")
-    output: str = Field(description="Run folder; must not exist yet.")
+    output: str = Field(min_length=1, description="Run folder; must not exist yet.")
 
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
         if isinstance(self.data.eval, float) and not 0 < self.data.eval < 1:
             raise ValueError(f"data.eval as a share must lie between 0 and 1; it is {self.data.eval}")
+        for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
+            if not value or not all(value):
+                raise ValueError(f"{name} is empty")
         if self.method == "full" and "lora" in self.model_fields_set:
             raise ValueError("the section lora is set but method is full; remove it or set method: lora")
         return self

@@ -62,7 +62,8 @@ def collective_backend(kind: str) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory since ``reset_peak_memory``: allocator peak on accelerators, anonymous peak (VmHWM) on CPU."""
+    """Peak memory since ``reset_peak_memory``: the allocator's on accelerators, the resident
+    peak (VmHWM, file pages included) on CPU."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated()
     status = Path("/proc/self/status")
@@ -93,6 +94,12 @@ def reset_peak_memory(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
+
+
+def release_memory(device: torch.device) -> None:
+    """Give cached accelerator memory back to the driver, so that other processes can use it; nothing on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def seed_everything(seed: int) -> None:

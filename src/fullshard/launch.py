@@ -26,9 +26,11 @@ from fullshard.run_folder import (
     DATA,
     ENVIRONMENT,
     ERRORS,
+    HELD_OUT,
     PLAN,
     PREPARED,
     RECIPE,
+    list_checkpoints,
     newest_checkpoint,
     read_json,
     require_run,
@@ -54,10 +56,9 @@ def train_run(
     config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
     run = Path(config.output)
     if _started_by_launcher():
-        return _train_here(config, run, quiet)
-    if ranks is not None and ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
-    prepare_run(config, run, ranks, quiet)
+        _check_world_size(ranks)
+        return _train_here(config, run, quiet, _recipe_text(recipe, overrides))
+    prepare_run(config, run, ranks, quiet, _recipe_text(recipe, overrides))
     return _launch(run, ranks or _planned_ranks(run), None, quiet)
 
 
@@ -71,24 +72,46 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
     if number >= read_json(folder / "manifest.json")["trainer"]["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
     if _started_by_launcher():
+        _check_world_size(ranks)
         return _run_as_rank(run, number, quiet)
+    _check_ranks(ranks)
     return _launch(run, ranks or _planned_ranks(run), number, quiet)
 
 
-def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) -> None:
+def _check_ranks(ranks: int | None) -> None:
+    """Refuse a number of ranks that this machine cannot start."""
+    from fullshard.device import num_devices
+
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
+    if ranks is not None and 0 < num_devices() < ranks:
+        fits = f"--ranks {num_devices()}"
+        raise ConfigError(f"--ranks {ranks}: this machine has {num_devices()} accelerators.", f"At most: {fits}")
+
+
+def _check_world_size(ranks: int | None) -> None:
+    """Under torchrun the ranks are there already: another number is refused, not ignored."""
+    started = int(os.environ["WORLD_SIZE"])
+    if ranks is not None and ranks != started:
+        raise ConfigError(f"--ranks {ranks}, but the launcher has started {started} ranks.", "Leave --ranks out here.")
+
+
+def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, recipe_text: str) -> None:
     """Make the run folder with recipe, config, prepared data and plan; on any error nothing is left behind."""
-    from fullshard.data.prepared import prepare
+    from fullshard.data.prepared import prepare, write_held_out
     from fullshard.infer.model_folder import check_generation_config
-    from fullshard.model.load import check_model_folder
+    from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder, check_weights
     from fullshard.planning.search import make_plan
 
     folder = check_model_folder(config.model.path)
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        hint = f"Go on with it: fullshard resume {run}" if (run / CONFIG).is_file() else "Choose another output."
-        raise ConfigError(f"The output folder {run} exists already.", f"{hint} Or: output=ANOTHER_FOLDER")
+        hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
+        raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
+    _check_ranks(ranks)
+    check_weights(build_on_meta(folder), WeightFiles(folder), str(folder))
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / RECIPE).write_text(_recipe_text(config), encoding="utf-8")
+        (run / RECIPE).write_text(recipe_text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER"
@@ -97,6 +120,8 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
         write_json(run / CONFIG, _resolved(config))
         write_json(run / ENVIRONMENT, _environment())
         account = prepare(config, run / PREPARED)
+        if isinstance(config.data.eval, float):
+            write_held_out(config, run / HELD_OUT)
         write_json(run / DATA, account)
         plan = make_plan(config, ranks)
         write_json(run / PLAN, plan.to_json())
@@ -109,9 +134,12 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool) ->
             print(line)
 
 
-def _recipe_text(config: RunConfig) -> str:
-    values = config.model_dump(mode="json", exclude_unset=True)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+def _recipe_text(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...]) -> str:
+    """The recipe as given, comments and all, and behind it the overrides; a RunConfig as the keys it sets."""
+    if isinstance(recipe, RunConfig):
+        return yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+    text = Path(recipe).read_text(encoding="utf-8")
+    return text + "".join(f"\n# given on the command line: {override}" for override in overrides)
 
 
 def _resolved(config: RunConfig) -> dict[str, Any]:
@@ -190,7 +218,8 @@ def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> 
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        hint = f"Go on from the newest checkpoint: fullshard resume {run}"
+        command = f"resume {run}" if list_checkpoints(run) else f"train {run / RECIPE} output=ANOTHER_FOLDER"
+        hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
     return read_result(run)
 
@@ -216,6 +245,11 @@ def _first_failure(run: Path, error: Any) -> UserError:
             )
     if records:
         place = run / ERRORS / f"rank_{records[0]['rank']}.json"
+        if records[0]["type"] == "OutOfMemoryError":
+            hint = (
+                f"See what takes it: fullshard plan {run / RECIPE}  (smaller train.micro_batch, recompute, more ranks)"
+            )
+            return TrainError(f"Rank {records[0]['rank']} ran out of memory: {records[0]['message']}", hint)
         return TrainError(
             f"Rank {records[0]['rank']} raised {records[0]['type']}: {records[0]['message']}",
             f"The traceback stands in {place}",
@@ -232,32 +266,29 @@ def read_result(run: Path) -> Any:
     return TrainResult(**{**values, "run": Path(values["run"])})
 
 
-def _train_here(config: RunConfig, run: Path, quiet: bool) -> Any:
+def _train_here(config: RunConfig, run: Path, quiet: bool, recipe_text: str) -> Any:
     """Under torchrun: rank 0 prepares before the process group exists, the others wait for it there."""
     resume_step = None
     if int(os.environ["RANK"]) == 0:
         if (run / LAUNCH).is_file() and read_json(run / LAUNCH)["launcher"] == _launcher_id():
             logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
         else:
-            prepare_run(config, run, int(os.environ["WORLD_SIZE"]), quiet)
+            prepare_run(config, run, int(os.environ["WORLD_SIZE"]), quiet, recipe_text)
     return _run_as_rank(run, resume_step, quiet)
 
 
 def _run_as_rank(run: Path, resume_step: int | None, quiet: bool) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.ranks import start_ranks, stop_ranks
-    from fullshard.run_folder import list_checkpoints
     from fullshard.train.loop import run_rank
 
     ranks = start_ranks()
-    try:
-        if resume_step is None:
-            found = list_checkpoints(run) if ranks.is_first else []
-            resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
-        config = config_from_dict(read_json(run / CONFIG), str(run / CONFIG))
-        run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
-    finally:
-        stop_ranks()
+    if resume_step is None:
+        found = list_checkpoints(run) if ranks.is_first else []
+        resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
+    config = config_from_dict(read_json(run / CONFIG), str(run / CONFIG))
+    run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
+    stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return read_result(run)
 
 
@@ -267,6 +298,8 @@ def rank_main(arguments: list[str]) -> int:
     try:
         _run_as_rank(run, resume_step, quiet)
         return 0
+    except KeyboardInterrupt:
+        return 130
     except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
         rank = int(os.environ.get("RANK", "0"))
         (run / ERRORS).mkdir(exist_ok=True)

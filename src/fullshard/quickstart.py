@@ -5,6 +5,7 @@ The recipe and the data ship in ``quickstart_data/``; the model is the built-in 
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
@@ -239,6 +240,7 @@ def _built_in_model(console: Console) -> Path:
 
 def _evaluate(model: Path, console: Console) -> dict[str, EvalResult]:
     """Loss and greedy answers on the held-out rows of each language; the model is loaded once."""
+    from fullshard.device import release_memory
     from fullshard.infer.generate import load_for_inference
 
     with console.status("loading the model") as status:
@@ -252,6 +254,10 @@ def _evaluate(model: Path, console: Console) -> dict[str, EvalResult]:
                 batch_size=EVAL_ROWS,
                 progress=_progress(status.update, language),
             )
+        device = answerer.model.device
+        del answerer
+        gc.collect()
+        release_memory(device)  # the ranks need it next
     return found
 
 

@@ -73,14 +73,11 @@ def local_rank() -> int:
 
 
 def start_ranks() -> Ranks:
-    """Join the process group that the launcher's environment variables describe.
-
-    Sets the CPU threads to cores // local ranks unless OMP_NUM_THREADS was set by the user above 1.
-    """
+    """Join the process group that the launcher's environment variables describe. CPU threads: cores // local ranks."""
     local = local_rank()
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    set_threads(int(os.environ.get("FULLSHARD_THREADS", 0)) or num_cores() // local_ranks)
+    set_threads(num_cores() // local_ranks)
     if not dist.is_initialized():
         dist.init_process_group(collective_backend(device.type), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
     return current_ranks(device, local)

@@ -18,6 +18,7 @@ PLAN = "plan.json"
 ENVIRONMENT = "environment.json"
 DATA = "data.json"
 METRICS = "metrics.jsonl"
+HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 CHECKPOINTS = "checkpoints"
 MERGED = "merged"
 PREPARED = "prepared"  # tokenised data, one sub-folder a split
@@ -60,7 +61,8 @@ def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     """The newest checkpoint of ``run``, or that of ``step``. Raises CheckpointError when there is none."""
     found = list_checkpoints(run)
     if not found:
-        raise CheckpointError(f"{run} has no finished checkpoint.", f"Train first: fullshard train {run / RECIPE}")
+        hint = f"Train it anew: fullshard train {run / RECIPE} output=ANOTHER_FOLDER"
+        raise CheckpointError(f"{run} has no finished checkpoint.", hint)
     if step is None:
         return found[-1]
     for number, path in found:

@@ -202,3 +202,18 @@ def test_more_ranks_than_rows_and_a_partial_window(tmp_path):
     data = open_prepared(tmp_path / "run" / PREPARED, "train")
     seen = np.concatenate(windows(data.lengths, 0, 0, (4, "rows")))
     assert sorted(seen.tolist()) == list(range(14))
+
+
+def test_packing_is_proven_without_dropout_and_held_out_rows_are_written(tmp_path):
+    """A model with dropout is not taken for one that mixes documents; the rows set apart can be given to eval."""
+    from fullshard.data.prepared import write_held_out
+
+    model = make_tokenizer(make_model(tmp_path / "model", "gpt2", True, attn_pdrop=0.3, resid_pdrop=0.3))
+    config = make_run(tmp_path / "run", model, packing=True, **SGD)
+    pool(2).run(train_on_ranks, str(tmp_path / "run"), config.model_dump(exclude_unset=True), [32, "tokens"])
+    assert len(losses_of(tmp_path / "run")) == 4
+    share = config.model_copy(update={"data": config.data.model_copy(update={"eval": 0.2})})
+    write_held_out(share, tmp_path / "held_out.jsonl")
+    lines = (tmp_path / "held_out.jsonl").read_text().splitlines()
+    everything = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
+    assert len(lines) == 3 and all(json.loads(line) in map(json.loads, everything) for line in lines)

@@ -66,6 +66,10 @@ def test_a_value_that_is_not_finite_is_named_and_ends_every_rank(job):
     save_file(weights, file, metadata={"format": "pt"})
     done = call(job, "train", "recipe.yaml")
     assert done.returncode == 2, done.stderr
+    again = call(job, "resume", "run")
+    assert again.returncode == 2 and "output=ANOTHER_FOLDER" in again.stderr  # no checkpoint: no way back to "train"
+    again = call(job, "train", "recipe.yaml")
+    assert again.returncode == 2 and "resume" not in again.stderr and "output=ANOTHER_FOLDER" in again.stderr
     assert "not finite" in done.stderr and "Step 1" in done.stderr and "Traceback" not in done.stderr
     assert not ranks_alive()
 
@@ -122,4 +126,4 @@ def test_a_damaged_model_file_is_named(job):
     file.write_bytes(file.read_bytes()[:-100])
     done = call(job, "train", "recipe.yaml")
     assert done.returncode == 2 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
-    assert not (job / "run" / "checkpoints").exists()
+    assert not (job / "run").exists()  # refused before anything is written

@@ -43,3 +43,18 @@ def test_yaml_reads_on_as_a_truth_value_and_overrides_apply(tmp_path):
     assert config.train.recompute == "on" and config.train.epochs == 3 and config.output == "other"
     with pytest.raises(ConfigError, match="not an override"):
         load_config(path, ["train.epochs"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"epochs": float("inf")}},
+        {"train": {"seed": 2**70}},
+        {"output": ""},
+        {"data": {"train": []}},
+        {"lora": {"targets": []}},
+    ],
+)
+def test_values_that_would_hang_or_crash_later_are_refused(change):
+    with pytest.raises(ConfigError):
+        config_from_dict({**BASE, **change})

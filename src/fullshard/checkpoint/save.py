@@ -60,8 +60,12 @@ def save_checkpoint(
             facts["trainer"],
         )
         write_json(temporary / MANIFEST, manifest.to_json())
-        shutil.rmtree(final, ignore_errors=True)
+        _sync_folder(temporary)
+        old = final.with_name(f".{final.name}.old")
+        if final.exists():  # set aside, not deleted, until the new one is in place
+            os.replace(final, old)
         os.replace(temporary, final)
+        shutil.rmtree(old, ignore_errors=True)
         _sync_folder(final.parent)
         for _, path in list_checkpoints(run)[:-keep_last]:
             shutil.rmtree(path)

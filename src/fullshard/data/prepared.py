@@ -350,6 +350,16 @@ def _read_splits(config: RunConfig) -> tuple[Source, Source | None]:
     return tuple(Source(rows, train.shape, train.unused_columns) for rows in parts)
 
 
+def write_held_out(config: RunConfig, path: Path) -> None:
+    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them."""
+    _, held_out = _read_splits(config)
+    assert held_out is not None
+    with open(path, "w", encoding="utf-8") as file:
+        for row in held_out.rows:
+            value = {"text": row.text} if row.messages is None else {"messages": row.messages}
+            file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
 def _input_key(config: RunConfig, tokenizer: Any, train: Source, held_out: Source | None) -> str:
     """A hash of everything that the prepared data depends on."""
     digest = hashlib.sha256(json.dumps(config.data.model_dump(mode="json"), sort_keys=True).encode())

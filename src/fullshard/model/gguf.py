@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fullshard.device import cache_folder
 from fullshard.errors import ModelError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -62,7 +63,7 @@ bfloat16, so the weights are close to, and not equal to, those published by Hugg
 
 def default_model_folder() -> Path:
     """Where the built-in model lies, or will lie, in the user's cache."""
-    return Path.home() / ".cache" / "fullshard" / MODEL_NAME
+    return cache_folder() / MODEL_NAME
 
 
 def ensure_default_model(progress: Progress | None = None, folder: Path | None = None) -> Path:

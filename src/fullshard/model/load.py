@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from fullshard.errors import ModelError
-from fullshard.model.names import file_name_of
+from fullshard.model.names import file_name_of, is_adapter
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -45,8 +45,11 @@ def check_model_folder(path: str | Path) -> Path:
 
 def _weight_files(folder: Path) -> list[str]:
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return sorted(set(index["weight_map"].values()))
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            return sorted(set(index["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{folder / INDEX} is damaged: it holds no weight_map.", "Download it again.") from None
     if (folder / SINGLE).is_file():
         return [SINGLE]
     others = sorted(path.name for path in folder.glob("*.bin"))
@@ -165,6 +168,22 @@ def match_names(parameter_names: Iterable[str], files: WeightFiles, prefix: str,
             "Families whose weights are stacked or renamed on load come with a later version.",
         )
     return {name: file_name for name, file_name in matched.items() if file_name is not None}
+
+
+def check_weights(model: nn.Module, files: WeightFiles, where: str) -> dict[str, str]:
+    """Names and shapes of all base parameters against the files' headers; returns parameter name -> name in the files.
+
+    Raises ModelError with the first names or shapes that do not match.
+    """
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    file_names = match_names(parameters, files, model.base_model_prefix, where)
+    for name, parameter in parameters.items():
+        if files.shape(file_names[name]) != tuple(parameter.shape):
+            raise ModelError(
+                f"{name}: config.json means {tuple(parameter.shape)}, the file holds {files.shape(file_names[name])}.",
+                f"The config.json and the weights of {where} do not belong together.",
+            )
+    return file_names
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

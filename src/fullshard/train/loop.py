@@ -18,7 +18,7 @@ from fullshard.data.chat import choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, use_exact_fp32
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.model.adapters import adapter_settings
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, write_json
@@ -129,10 +129,13 @@ class Trainer:
         """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
         longest = np.argsort(-self.data.lengths, kind="stable")
         window = longest[: max(1, max(len(window) for _, window in self.steps[:1]))]
-        micro = self._layout(window)[0]
-        with self.sharded.microbatch(last=True):
-            batch = make_batch(self.data, micro[self.ranks.rank], self.pad_id)
-            batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
+        layout = self._layout(window)
+        batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
+        for last in (
+            (False, True) if len(layout) > 1 else (True,)
+        ):  # accumulation keeps whole gradients: part of the worst
+            with self.sharded.microbatch(last):
+                batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
@@ -146,10 +149,12 @@ class Trainer:
             return
         rows = [int(row) for row in np.argsort(self.data.lengths, kind="stable")[:2]]
         losses = []
+        self.built.loss_model.eval()  # dropout would make the two differ
         with torch.no_grad():
             for sequences in ([rows], [[row] for row in rows]):
                 batch = make_batch(self.data, sequences, self.pad_id)
                 losses.append(float(batch_loss(self.built.loss_model, batch, self.ranks.device)))
+        self.built.loss_model.train()
         self.sharded.after_step()
         tolerance = 1e-4 if self.precision.compute == torch.float32 else 2e-2
         if abs(losses[0] - losses[1]) > tolerance * max(1.0, abs(losses[1])):
@@ -170,7 +175,7 @@ class Trainer:
             due = number % train.eval_every == 0 if train.eval_every else ends_epoch
             if self.held_out is not None and (due or last):
                 self.last_eval = self.evaluate(number)
-            if last or (train.save_every and number % train.save_every == 0):
+            if last or (number % train.save_every == 0 if train.save_every else ends_epoch):
                 self.save(number)
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
@@ -268,6 +273,11 @@ class Trainer:
             raise ConfigError(
                 f"The run was planned for {manifest.trainer['num_steps']} steps, the recipe now means {len(self.steps)}.",
                 "Resume with the run's own recipe.",
+            )
+        if manifest.trainer["data_hash"] != self.data.hash:
+            raise CheckpointError(
+                f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on.",
+                "Prepare the same files again, or start a new run.",
             )
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
         return step

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fullshard.config import RunConfig
-from fullshard.errors import TrainError
 from fullshard.model.adapters import add_adapters, start_value
 from fullshard.model.blocks import find_units, is_tied
-from fullshard.model.load import WeightFiles, build_on_meta, load_buffers, match_names
-from fullshard.model.names import file_name_of, is_adapter
+from fullshard.model.load import WeightFiles, build_on_meta, check_weights, load_buffers
+from fullshard.model.names import is_adapter
 from fullshard.ranks import Ranks
 from fullshard.shard import ShardedModel, shard_model
 from fullshard.train.loss import LossModel
@@ -45,16 +43,8 @@ def build_sharded(config: RunConfig, ranks: Ranks, precision: Precision, recompu
     num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
     num_trainable = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
     files = WeightFiles(config.model.path)
-    names = [name for name, _ in causal_lm.named_parameters() if not is_adapter(name)]
-    prefix = causal_lm.base_model_prefix
-    file_names = match_names(names, files, prefix, config.model.path)
-    for name, parameter in causal_lm.named_parameters():
-        if name in file_names and files.shape(file_names[name]) != tuple(parameter.shape):
-            raise TrainError(
-                f"{name}: config.json means {tuple(parameter.shape)}, the file holds {files.shape(file_names[name])}.",
-                "The folder's config.json and weights do not belong together.",
-            )
-    load_buffers(causal_lm, files, prefix)
+    file_names = check_weights(causal_lm, files, config.model.path)
+    load_buffers(causal_lm, files, causal_lm.base_model_prefix)
     loss_model = LossModel(causal_lm)
     units = find_units(causal_lm)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
@@ -115,13 +105,3 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
     return (
         f"loss path: the model's own logits, since ours differ by {difference:.1e} (full logits then exist in memory)"
     )
-
-
-def unmatched_file_names(config: RunConfig, files: WeightFiles, model: Any) -> list[str]:
-    """Names in the files that no parameter or buffer takes (tied aliases apart); for the log."""
-    available = set(files.names())
-    used = {
-        file_name_of(name, available, model.base_model_prefix)
-        for name in [*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers())]
-    }
-    return sorted(available - used)

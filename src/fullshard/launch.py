@@ -98,6 +98,8 @@ def _check_world_size(ranks: int | None) -> None:
 
 def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, recipe_text: str) -> None:
     """Make the run folder with recipe, config, prepared data and plan; on any error nothing is left behind."""
+    from rich.console import Console
+
     from fullshard.data.prepared import prepare, write_held_out
     from fullshard.infer.model_folder import check_generation_config
     from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder, check_weights
@@ -119,7 +121,12 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
     try:
         write_json(run / CONFIG, _resolved(config))
         write_json(run / ENVIRONMENT, _environment())
-        account = prepare(config, run / PREPARED)
+        with Console(quiet=quiet).status("preparing the data") as status:
+            account = prepare(
+                config,
+                run / PREPARED,
+                lambda split, done, total: status.update(f"preparing {split}: {done:,} of {total:,} rows"),
+            )
         if isinstance(config.data.eval, float):
             write_held_out(config, run / HELD_OUT)
         write_json(run / DATA, account)

@@ -36,6 +36,15 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that a rename inside it outlives a crash."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def read_json(path: Path) -> Any:
     """Read one JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))

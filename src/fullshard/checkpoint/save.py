@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, check_cover, hash_file
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
-from fullshard.run_folder import checkpoint_path, list_checkpoints, write_json
+from fullshard.run_folder import checkpoint_path, list_checkpoints, sync_folder, write_json
 from fullshard.shard import ShardedModel
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -60,13 +60,13 @@ def save_checkpoint(
             facts["trainer"],
         )
         write_json(temporary / MANIFEST, manifest.to_json())
-        _sync_folder(temporary)
+        sync_folder(temporary)
         old = final.with_name(f".{final.name}.old")
         if final.exists():  # set aside, not deleted, until the new one is in place
             os.replace(final, old)
         os.replace(temporary, final)
         shutil.rmtree(old, ignore_errors=True)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
         for _, path in list_checkpoints(run)[:-keep_last]:
             shutil.rmtree(path)
     ranks.barrier()
@@ -113,11 +113,3 @@ def _settle(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

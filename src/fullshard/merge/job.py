@@ -24,7 +24,17 @@ from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, OutputTensor, write_weights
 from fullshard.model.load import WeightFiles
-from fullshard.run_folder import CONFIG, DATA, MERGED, PLAN, newest_checkpoint, read_json, require_run, write_json
+from fullshard.run_folder import (
+    CONFIG,
+    DATA,
+    MERGED,
+    PLAN,
+    newest_checkpoint,
+    read_json,
+    require_run,
+    sync_folder,
+    write_json,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -228,13 +238,5 @@ def _swap(unfinished: Path, output: Path) -> None:
     if output.exists():
         os.rename(output, old)
     os.rename(unfinished, output)
-    _sync_folder(output.parent)
+    sync_folder(output.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

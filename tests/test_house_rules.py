@@ -50,13 +50,13 @@ LAYERS: dict[str, tuple[int, str]] = {
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools", "stuff"}
 RECIPE_KEY_LINES = """
-    model.path
+    model.path model.add_tokens
     data.train data.eval data.max_length data.packing data.columns data.system data.loss_on data.too_long
     method
-    lora.rank lora.alpha lora.targets
+    lora.rank lora.alpha lora.targets lora.variant
     train.epochs train.max_steps train.learning_rate train.global_batch train.micro_batch train.precision
     train.optimizer train.weight_decay train.schedule train.warmup train.clip_norm train.recompute train.eval_every
-    train.save_every train.keep_last train.seed
+    train.save_every train.keep_last train.router_loss train.seed
     engine
     output
 """

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import families
+
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 WORD_TEXT = (
     "red blue green one two three four five six seven sun moon star sky sea tree leaf root stone sand wind rain snow "
@@ -23,8 +25,6 @@ K2_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{{ message['content'] }}"
     "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "olmo2")
 
 
 def ids_of(text: str) -> list[int]:
@@ -83,17 +83,9 @@ def make_model(folder: str | Path, family: str = "llama", tied: bool = False, se
     }
     if family == "gpt2":
         common["n_inner"] = common.pop("intermediate_size")
-        common |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    elif family == "gpt_neox":
-        common |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    elif family == "gemma2":
-        common |= {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32}
-    elif family in ("llama", "qwen2", "qwen3", "olmo2"):
-        common["num_key_value_heads"] = 2
-        if family == "qwen3":
-            common["head_dim"] = 8
-    else:
-        raise ValueError(f"family {family!r} is not one of {FAMILIES}")
+    if family not in families.FAMILIES:
+        raise ValueError(f"family {family!r} is not one of {list(families.FAMILIES)}")
+    common |= families.FAMILIES[family]
     settings = transformers.AutoConfig.for_model(family, **(common | config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -195,7 +195,7 @@ def prepare(
         from fullshard.data.prepared import preview
 
         print("\n".join(result["report"]))
-        print("\n".join(preview(folder, "train", load_tokenizer(config.model.path), show)))
+        print("\n".join(preview(folder, "train", load_tokenizer(config.model.path, config.model.add_tokens), show)))
 
 
 @app.command(rich_help_panel=MORE)

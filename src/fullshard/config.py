@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fullshard.errors import ConfigError
 
+OTHER_LORA_STARTS = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "orthogonal", "gaussian", "qalora", "lora+")
 QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
 
 
@@ -39,6 +40,17 @@ class ModelSection(Section):
     path: str = Field(
         min_length=1, description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files)."
     )
+    add_tokens: list[str] = Field(
+        default_factory=list,
+        description="New tokens: the vocabulary grows by them, they start as the mean of the others and are trained.",
+    )
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _distinct(cls, tokens: list[str]) -> list[str]:
+        if any(not token.strip() for token in tokens) or len(set(tokens)) < len(tokens):
+            raise ValueError(f"needs tokens that are not empty and differ; it is {tokens}")
+        return tokens
 
 
 class DataSection(Section):
@@ -70,6 +82,20 @@ class LoraSection(Section):
     targets: str | list[str] = Field(
         default="all-linear", description='Module names to adapt ("q_proj"), or "all-linear" (all but the head).'
     )
+    variant: Literal["lora", "rslora", "dora"] = Field(
+        default="lora", description="lora; rslora: scale alpha / sqrt(rank); dora: directions and magnitudes apart."
+    )
+
+    @field_validator("variant", mode="before")
+    @classmethod
+    def _known_variant(cls, value: object) -> object:
+        """Starts from the base's singular vectors or from data would make ranks disagree or need the whole weight."""
+        if str(value).lower() in OTHER_LORA_STARTS:
+            raise ValueError(
+                f"{value} is refused: it starts from a decomposition of whole weights or from data, which a sharded load"
+                " does not have; lora, rslora and dora fit (A uniform, B zero, from train.seed)"
+            )
+        return value
 
 
 class TrainSection(Section):
@@ -108,6 +134,10 @@ class TrainSection(Section):
         default=None, ge=1, description="Steps between checkpoints. Default: at each epoch's end."
     )
     keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
+    router_loss: bool = Field(
+        default=False,
+        description="Mixtures of experts: add the family's router loss. It depends on how rows are split over micro-batches.",
+    )
     seed: int = Field(default=0, ge=0, le=2**62, description="Seeds the row order, the adapter's start and dropout.")
 
     @field_validator("global_batch", "micro_batch", mode="before")

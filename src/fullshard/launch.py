@@ -102,7 +102,8 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
 
     from fullshard.data.prepared import prepare, write_held_out
     from fullshard.infer.model_folder import check_generation_config
-    from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder, check_weights
+    from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder
+    from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
 
     folder = check_model_folder(config.model.path)
@@ -110,7 +111,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
     _check_ranks(ranks)
-    check_weights(build_on_meta(folder), WeightFiles(folder), str(folder))
+    WeightMap(build_on_meta(folder), WeightFiles(folder), str(folder))
     try:
         run.mkdir(parents=True, exist_ok=True)
         (run / RECIPE).write_text(recipe_text, encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import ROUTERS_LEFT_OUT
 from rank_pool import pool
 from safetensors.torch import load_file
 from tiny_models import WORDS, make_model, make_tokenizer
@@ -73,23 +74,55 @@ def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def oracle(run: Path, config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """One process, no sharding, row by row: losses and trained weights after every window of one epoch (SGD 0.1)."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    """Losses and trained weights of ``oracle_model``."""
+    from peft import get_peft_model_state_dict
+
+    losses, model = oracle_model(run, config)
+    if config.method == "lora":
+        return losses, get_peft_model_state_dict(model)
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def make_reference_vocabulary(path, add_tokens):
+    """The model by plain transformers, its vocabulary resized for ``add_tokens``, each new row the mean of the old."""
     from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if add_tokens:
+        old = model.get_input_embeddings().weight.shape[0]
+        model.resize_token_embeddings(old + len(add_tokens), mean_resizing=False)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for parameter in module.parameters():
+                parameter.data[old:] = parameter.data[:old].mean(0)
+    return model
+
+
+def oracle_model(run: Path, config: RunConfig) -> tuple[list[float], torch.nn.Module]:
+    """One process, no sharding, row by row: losses and the model after every window of one epoch (SGD 0.1)."""
+    from peft import LoraConfig, get_peft_model
 
     from fullshard.model.adapters import start_value
 
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    model = make_reference_vocabulary(config.model.path, config.model.add_tokens)
     if config.method == "lora":
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        routers = [name for name, _ in model.named_modules() if name.endswith(".router")]
+        left_out = routers if model.config.model_type in ROUTERS_LEFT_OUT else None
+        lora = LoraConfig(
+            r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=left_out, task_type="CAUSAL_LM",
+            use_rslora=config.lora.variant == "rslora", use_dora=config.lora.variant == "dora",
+        )  # fmt: skip
+        model = get_peft_model(model, lora)
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and "magnitude" not in name:
                 inner = name.removeprefix("base_model.model.")
                 parameter.data.copy_(start_value(inner, tuple(parameter.shape), config.train.seed))
+        if config.model.add_tokens:
+            model.get_input_embeddings().requires_grad_(True)
+            model.get_output_embeddings().requires_grad_(True)
     data = open_prepared(run / PREPARED, "train")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses = []
-    for window in windows(data.lengths, config.train.seed, 0, (4, "rows")):
+    for window in windows(data.lengths, config.train.seed, 0, (4, "rows"))[: config.train.max_steps]:
         total, count = torch.zeros(()), 0
         for row in window:
             ids, supervised = data.row(int(row))
@@ -105,11 +138,10 @@ def oracle(run: Path, config: RunConfig) -> tuple[list[float], dict[str, torch.T
         losses.append(loss.item())
         with torch.no_grad():
             for parameter in trained:
-                parameter -= 0.1 * parameter.grad
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
                 parameter.grad = None
-    if config.method == "lora":
-        return losses, get_peft_model_state_dict(model)
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, model
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, check_cover, hash_file
+from fullshard.errors import CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, sync_folder, write_json
@@ -45,6 +47,7 @@ def save_checkpoint(
     files = {}
     if tensors:
         save_file(tensors, temporary / part)
+        _check_written(temporary / part, tensors)
         files[part] = _settle(temporary / part)
     if ranks.is_first:
         save_file({name: value.contiguous() for name, value in proof.items()}, temporary / PROOF)
@@ -106,6 +109,14 @@ def _join(described: list[list[tuple[str, str, tuple[int, ...], str, Piece]]]) -
         check_cover(stored)
         joined.append(stored)
     return tuple(joined)
+
+
+def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Open the file again: the names and shapes that were meant, or CheckpointError."""
+    with safe_open(path, framework="pt") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if found != {name: tuple(value.shape) for name, value in tensors.items()}:
+        raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
 
 
 def _settle(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,22 @@ class Turn:
     stop: int | None  # position of the end-of-turn token, always end - 1
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a model folder, without network. Raises ModelError where there is none."""
+def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
+    """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer.add_tokens(list(add_tokens))
+        return tokenizer
     except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"No usable tokenizer in {path}: {first}", "The folder needs tokenizer.json.") from None
+
+
+def added_ids(tokenizer: Any, add_tokens: Sequence[str]) -> tuple[int, ...]:
+    """Ids of the tokens that ``load_tokenizer`` added."""
+    return tuple(int(tokenizer.convert_tokens_to_ids(token)) for token in add_tokens)
 
 
 def check_tokenizer(tokenizer: Any, num_embeddings: int) -> None:
@@ -73,8 +81,8 @@ def check_tokenizer(tokenizer: Any, num_embeddings: int) -> None:
             raise DataError(
                 f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has"
                 f" {num_embeddings} rows (ids 0 to {num_embeddings - 1}).",
-                f"Choose a {name} token that the model has (eos serves as pad here), or grow the embedding with"
-                " transformers' resize_token_embeddings and save the model again.",
+                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token that the model"
+                " has (eos serves as pad here).",
             )
 
 

@@ -78,9 +78,11 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     anything in the data that cannot be trained on.
     """
     folder = Path(folder)
-    tokenizer = chat.load_tokenizer(config.model.path)
+    tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     num_embeddings = _num_embeddings(Path(config.model.path))
     if num_embeddings is not None:
+        new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
+        num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
         chat.check_tokenizer(tokenizer, num_embeddings)
     train, held_out = _read_splits(config)
     key = _input_key(config, tokenizer, train, held_out)

@@ -1,40 +1,44 @@
 """Fold LoRA adapters into their base weights: W + scale * B A, in fp32, a block of rows at a time.
 
-Shapes: a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out), so the update is
-transposed. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank), its update transposed.
+Shapes as in model/adapters.py. DoRA's result is m * V / |V| with V = W + scale * B A and |V| the norm of what each output
+reads. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank).
 """
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fullshard.errors import MergeError
 from fullshard.merge.names import ModelNames
 from fullshard.merge.readers.own import OwnCheckpoint
-
-ADAPTER_NAME = re.compile(
-    r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<linear>[AB])\.weight|embedding_(?P<embedding>[AB]))"
-)
-OTHER_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+from fullshard.model.adapters import AdapterPlace
+from fullshard.model.names import PEFT_PREFIX
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The update of one weight: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``, all fp32."""
+    """The update of one weight: ``left`` @ ``right`` * ``scale``, all fp32.
+
+    ``left`` is (rows, rank) and ``right`` (rank, columns), or with stacked experts (experts, rows, rank) and (experts,
+    rank, columns). ``row_factor`` (rows, 1) and ``column_factor`` (columns,) multiply the sum (DoRA).
+    """
 
     left: torch.Tensor
     right: torch.Tensor
     scale: float
+    row_factor: torch.Tensor | None = None
+    column_factor: torch.Tensor | None = None
 
     def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
-        """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, columns) in the base's dtype."""
-        update = self.left[first_row : first_row + weight_rows.shape[0]] @ self.right
-        return weight_rows.float() + self.scale * update
+        """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, ...) in the base's dtype."""
+        rows = slice(first_row, first_row + weight_rows.shape[0])
+        right = self.right[rows] if self.right.dim() == 3 else self.right
+        folded = weight_rows.float() + self.scale * (self.left[rows] @ right)
+        if self.row_factor is not None:
+            folded *= self.row_factor[rows]
+        return folded if self.column_factor is None else folded * self.column_factor
 
 
 @dataclass(frozen=True)
@@ -50,39 +54,45 @@ class AdapterSet:
         return f"adapters: {self.num_moved} of {len(self.by_parameter)} have moved (B A is not zero)"
 
 
-def adapter_scale(settings: dict[str, Any]) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rsLoRA, as in PEFT."""
-    rank, alpha = settings["rank"], settings["alpha"]
-    return alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
-
-
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
-    """Read every adapter and check it against the base model.
+    """Read every adapter and check it against the base model wrapped by PEFT with the checkpoint's settings.
 
-    Raises MergeError naming the first tensor that does not fit (unknown name, no such module, wrong shape, half a
-    pair, a tied weight), where there is no adapter at all, and where no adapter has moved.
+    Raises MergeError naming the first tensor that does not fit (unknown name, wrong shape, half a pair, a tied weight),
+    where there is no adapter at all, and where no adapter has moved.
     """
-    settings = checkpoint.manifest.trainer.get("adapter")
-    if not settings:
-        raise MergeError(f"{checkpoint.folder} names no adapter settings (rank, alpha).", "Use another step.")
-    pairs: dict[str, dict[str, str]] = {}
-    for name in checkpoint.weights:
-        match = ADAPTER_NAME.fullmatch(name)
-        if not match or any(wrapper in name for wrapper in OTHER_WRAPPERS):
-            raise MergeError(
-                f"{name} is not the name of a LoRA tensor (base_model.model.MODULE.lora_A.weight).", "Use another step."
-            )
-        pairs.setdefault(match["module"], {})[match["linear"] or match["embedding"]] = name
-    if not pairs:
+    rank = checkpoint.manifest.trainer["adapter"]["rank"]
+    found = [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]
+    if not found:
         raise MergeError(f"{checkpoint.folder} holds no adapter tensors.", "Use another step, or train again.")
-    scale = adapter_scale(settings)
+    for name in found:
+        shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
+        if expected is None:
+            raise MergeError(
+                f"{name} does not fit the base model with the checkpoint's adapter settings: no such adapter tensor there.",
+                "Is this the base that the run was trained on?",
+            )
+        if shape != expected:
+            raise MergeError(
+                f"{name} has shape {shape}; rank {rank} on this base needs {expected}.",
+                "Is this the base that the run was trained on?",
+            )
+    absent = [name for name in names.adapter_shapes if name not in checkpoint.weights]
+    if absent:
+        module = absent[0].partition(".lora_")[0]
+        present = next((name for name in found if name.partition(".lora_")[0] == module), None)
+        problem = f"{present} has no partner {absent[0]}" if present else f"{absent[0]} is missing"
+        raise MergeError(f"{problem} ({len(absent)} such tensors).", "Use another step.")
     adapters, num_moved = {}, 0
-    for module, pair in pairs.items():
-        _check_pair(module, pair, names, checkpoint, settings["rank"])
-        down, up = checkpoint.read(pair["A"]).float(), checkpoint.read(pair["B"]).float()
-        num_moved += bool(up.count_nonzero()) and bool(down.count_nonzero())  # an embedding starts from A = 0
-        left, right = (up, down) if names.module_kind(module) == "linear" else (down.T, up.T)
-        adapters[names.canonical[f"{module}.weight"]] = Adapter(left, right, scale)
+    for module, place in names.places.items():
+        if names.is_tied(place.parameter):
+            raise MergeError(
+                f"{module} adapts {place.parameter.removesuffix('.weight')}, whose weight the embedding and the head"
+                " share; folding would change both.",
+                "Train again without this target.",
+            )
+        adapter, moved = _read_one(module, place, checkpoint, names)
+        num_moved += moved
+        adapters[names.canonical[place.parameter]] = adapter
     if not num_moved:
         raise MergeError(
             f"The adapter never moved: all {len(adapters)} B matrices of step {checkpoint.manifest.step} are zero, so "
@@ -92,28 +102,23 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     return AdapterSet(adapters, num_moved)
 
 
-def _check_pair(module: str, pair: dict[str, str], names: ModelNames, checkpoint: OwnCheckpoint, rank: int) -> None:
-    first = next(iter(pair.values()))
-    if len(pair) != 2:
-        raise MergeError(f"{first} has no partner: A and B belong together.", "Use another step.")
-    parameter = f"{module}.weight"
-    kind = names.module_kind(module)
-    if parameter not in names.shapes or kind == "other":
-        raise MergeError(
-            f"{first} does not fit the base model: it has no linear layer or embedding {module}.",
-            "Is this the base that the run was trained on?",
-        )
-    if names.is_tied(parameter):
-        raise MergeError(
-            f"{first} adapts {module}, whose weight the embedding and the head share; folding would change both.",
-            "Train again without this target.",
-        )
-    rows, columns = names.shapes[parameter]
-    num_out, num_in = (rows, columns) if kind == "linear" else (columns, rows)
-    for key, expected in (("A", (rank, num_in)), ("B", (num_out, rank))):
-        shape = checkpoint.weights[pair[key]].shape
-        if shape != expected:
-            raise MergeError(
-                f"{pair[key]} has shape {shape}; rank {rank} on the base model's {module} needs {expected}.",
-                "Is this the base that the run was trained on?",
-            )
+def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names: ModelNames) -> tuple[Adapter, bool]:
+    """One adapter and whether its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
+    suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
+    down, up = (checkpoint.read(f"{module}.lora_{suffix}").float() for suffix in suffixes)
+    moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
+    if place.layout in ("experts", "experts_in_out"):
+        experts = names.shapes[place.parameter][0]
+        down = down.reshape(experts, -1, down.shape[-1])  # (experts, rank, in)
+        up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
+    if place.layout in ("linear", "experts"):
+        left, right = up, down
+    else:
+        left, right = down.transpose(-2, -1), up.transpose(-2, -1)
+    if not place.has_magnitude:
+        return Adapter(left, right, place.scale), moved
+    magnitude = checkpoint.read(f"{module}.lora_magnitude_vector").float()
+    whole = Adapter(left, right, place.scale).fold(names.weights.read_whole(place.parameter), 0)
+    if place.layout == "conv1d":
+        return Adapter(left, right, place.scale, column_factor=magnitude / whole.norm(dim=0)), moved
+    return Adapter(left, right, place.scale, row_factor=(magnitude / whole.norm(dim=1))[:, None]), moved

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format import hash_file
+from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
 from fullshard.infer.model_folder import MERGE_FACTS
 from fullshard.merge.adapter import AdapterSet, read_adapters
 from fullshard.merge.names import ModelNames
-from fullshard.merge.outputs import plan_outputs
+from fullshard.merge.outputs import ExactWeights, plan_outputs
 from fullshard.merge.proof import Proof, prove
 from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, OutputTensor, write_weights
-from fullshard.model.load import WeightFiles
 from fullshard.run_folder import (
     CONFIG,
     DATA,
@@ -96,16 +96,25 @@ def merge_run(
     tokens, logits = checkpoint.proof()
     say("checking the checkpoint")
     input_hashes = checkpoint.check_hashes()
-    files, names = WeightFiles(base), ModelNames(base)
-    adapters = read_adapters(checkpoint, names) if checkpoint.manifest.method == "lora" else None
-    outputs = plan_outputs(files, names, checkpoint, adapters, DTYPES[dtype] if dtype else None)
+    trainer = checkpoint.manifest.trainer
+    is_lora = checkpoint.manifest.method == "lora"
+    if is_lora and not trainer.get("adapter"):
+        raise MergeError(f"{checkpoint.folder} names no adapter settings (rank, alpha).", "Use another step.")
+    added = trainer.get("add_tokens", [])
+    tokenizer = load_tokenizer(base, added) if added else None
+    names = ModelNames(base, trainer["adapter"] if is_lora else None, added_ids(tokenizer, added))
+    adapters = read_adapters(checkpoint, names) if is_lora else None
+    exact = ExactWeights(names, checkpoint, adapters)
+    outputs = plan_outputs(names, exact, DTYPES[dtype] if dtype else None)
     with _published(output, sum(tensor.num_bytes for tensor in outputs)) as unfinished:
         say("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
         copied = copy_tokenizer_files(base, unfinished)
-        notes = write_configs(base, unfinished, main_dtype(outputs), _trained_stop_ids(run))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        notes = write_configs(base, unfinished, main_dtype(outputs), _trained_stop_ids(run), names.vocabulary_size)
         say("proving")
-        proof = prove(unfinished, outputs, names, tokens, logits, _compute_dtype(run, checkpoint))
+        proof = prove(unfinished, outputs, names, exact, tokens, logits, _compute_dtype(run, checkpoint))
         notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in proof.ignored_names]
         if not any(name.startswith("tokenizer") for name in copied):
             notes.append("the base has no tokenizer files; none copied")

@@ -1,53 +1,50 @@
-"""Which name in the base's weight files is which parameter of the transformers model, and which parameters are one.
+"""Which parameters the base model has, which of them are one, and which adapters sit on them.
 
-The model is built on the meta device, so this costs no memory. A name in a file may lack the model's
-``base_model_prefix`` ("h.0.ln_1.weight" in gpt2's own file) or have it where the model does not.
+The model is built on the meta device, so this costs no memory.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from fullshard.model.load import build_on_meta
+from fullshard.config import LoraSection
+from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
+from fullshard.model.load import WeightFiles, build_on_meta
+from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
+from fullshard.model.weight_map import WeightMap
 
 
 class ModelNames:
-    """Names, shapes and kinds of a model's parameters."""
+    """Names, shapes and adapters of a model's parameters, and its weights in the base's files."""
 
-    def __init__(self, base: Path) -> None:
-        """Build the model of ``base/config.json``. Raises ModelError where transformers cannot."""
-        model = build_on_meta(base)
-        self.prefix: str = model.base_model_prefix
+    def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
+        """Build the model of ``base/config.json``; ``adapter``: the settings that a LoRA checkpoint names.
+
+        ``new_ids``: tokens that the run added. Raises ModelError where transformers cannot build it or files do not fit.
+        """
+        model = build_on_meta(base, max(new_ids, default=-1) + 1)
+        self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
+        self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.canonical: dict[str, str] = {}  # every parameter name, tied ones included -> the name it is trained under
+        self.frozen: set[str] = set()  # parameters that the model itself never trains
         by_identity: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.shapes[name] = tuple(parameter.shape)
+            if not parameter.requires_grad:
+                self.frozen.add(name)
             self.canonical[name] = by_identity.setdefault(id(parameter), name)
-        self._modules = dict(model.named_modules())
-
-    def parameter_of(self, file_name: str) -> str | None:
-        """The parameter stored under ``file_name``, or None (a buffer, or a tensor that the model ignores)."""
-        for candidate in (file_name, f"{self.prefix}.{file_name}", file_name.removeprefix(f"{self.prefix}.")):
-            if candidate in self.shapes:
-                return candidate
-        return None
+        self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
+        self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files
+        if adapter:
+            known = {key: adapter[key] for key in ("rank", "alpha", "targets", "variant") if key in adapter}
+            inject_adapters(model, LoraSection(**known))
+            self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
+            self.adapter_shapes = {
+                stored_name(name): tuple(value.shape) for name, value in model.named_parameters() if is_adapter(name)
+            }
 
     def is_tied(self, name: str) -> bool:
         """Whether the parameter is shared by two modules."""
         return sum(canonical == self.canonical[name] for canonical in self.canonical.values()) > 1
-
-    def module_kind(self, module_name: str) -> str:
-        """``linear`` (weight is (out, in)), ``conv1d`` ((in, out)), ``embedding`` or ``other``."""
-        from transformers.pytorch_utils import Conv1D
-
-        match self._modules.get(module_name):
-            case torch.nn.Linear():
-                return "linear"
-            case Conv1D():
-                return "conv1d"
-            case torch.nn.Embedding():
-                return "embedding"
-        return "other"

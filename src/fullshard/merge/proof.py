@@ -24,6 +24,7 @@ import torch
 
 from fullshard.errors import MergeError
 from fullshard.merge.names import ModelNames
+from fullshard.merge.outputs import ExactWeights
 from fullshard.merge.writer import OutputTensor
 
 FP32_RELATIVE = 1e-3
@@ -103,6 +104,7 @@ def prove(
     folder: Path,
     outputs: list[OutputTensor],
     names: ModelNames,
+    exact: ExactWeights,
     tokens: torch.Tensor,
     reference: torch.Tensor,
     compute: str,
@@ -112,7 +114,7 @@ def prove(
     ``compute`` is the dtype in which training computed ("fp32", "bf16", "fp16"). Raises MergeError where the folder
     lacks a weight, holds one that the base does not, or is not the training state.
     """
-    model, ignored = _open(folder, {output.name for output in outputs if names.parameter_of(output.name) is None})
+    model, ignored = _open(folder, set(names.weights.ignored))
     if reference.shape[1] != model.config.get_text_config().vocab_size:
         raise MergeError(
             f"The proof has logits for {reference.shape[1]} tokens, the merged model has "
@@ -123,7 +125,7 @@ def prove(
     unrounded = stored
     rounded = [output for output in outputs if output.dtype != output.exact_dtype]
     if rounded:
-        _put_exact_values(model, rounded, names)
+        _put_exact_values(model, rounded, names, exact)
         unrounded = compare_logits(reference, _logits(model, tokens))
     if not is_close(unrounded, low_precision=compute != "fp32"):
         raise MergeError(
@@ -162,21 +164,20 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _put_exact_values(model: Any, rounded: list[OutputTensor], names: ModelNames) -> None:
-    """Check that each rounded tensor in ``model`` is the rounding of its exact value, then put that value there."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+def _put_exact_values(model: Any, rounded: list[OutputTensor], names: ModelNames, exact: ExactWeights) -> None:
+    """Check that each rounded parameter in ``model`` is the rounding of its exact value, then put that value there."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     done = set()
     for output in rounded:
-        name = names.parameter_of(output.name)
-        if name is None or names.canonical[name] in done:
-            continue
-        done.add(names.canonical[name])
-        values = parameters[name].data.view(-1)
-        position = 0
-        for block in output.blocks():
-            exact = block.reshape(-1)
-            part = values[position : position + exact.numel()]
-            if not torch.equal(part, exact.to(output.dtype).float()):
-                raise MergeError(f"{output.name} in the merged folder is not what was written.", "Check the disk.")
-            part.copy_(exact)
-            position += exact.numel()
+        for name in names.weights.parameters_of(output.name):
+            if names.canonical.get(name, name) in done:
+                continue
+            done.add(names.canonical.get(name, name))
+            values = tensors[name].data.view(-1)
+            position = 0
+            for block in exact.blocks(name):
+                part = values[position : position + block.numel()]
+                if not torch.equal(part, block.to(output.dtype).to(part.dtype)):
+                    raise MergeError(f"{name} in the merged folder is not what was written.", "Check the disk.")
+                part.copy_(block)
+                position += block.numel()

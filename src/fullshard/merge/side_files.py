@@ -54,7 +54,9 @@ def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
     return copied
 
 
-def write_configs(base: Path, folder: Path, dtype: torch.dtype, trained_stop_ids: list[int]) -> list[str]:
+def write_configs(
+    base: Path, folder: Path, dtype: torch.dtype, trained_stop_ids: list[int], vocabulary_size: int
+) -> list[str]:
     """Write config.json and generation_config.json; return one line for each thing that had to be changed.
 
     Both name the dtype of the tensors and every stop id: the base's, the tokenizer's and ``trained_stop_ids``.
@@ -71,6 +73,7 @@ def write_configs(base: Path, folder: Path, dtype: torch.dtype, trained_stop_ids
         if ids:
             values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     dtype_key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    (config["text_config"] if "vocab_size" in config.get("text_config", {}) else config)["vocab_size"] = vocabulary_size
     config[dtype_key] = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
     write_json(folder / GENERATION_CONFIG, generation)
@@ -80,7 +83,7 @@ def write_configs(base: Path, folder: Path, dtype: torch.dtype, trained_stop_ids
 def _tokenizer_end_id(folder: Path) -> int | None:
     if not any(folder.glob("tokenizer*")):
         return None
-    from fullshard.model.load import load_tokenizer
+    from fullshard.data.chat import load_tokenizer
 
     return load_tokenizer(folder).eos_token_id
 

@@ -1,9 +1,14 @@
-"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export."""
+"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export.
+
+Shapes: a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out). Stacked experts keep W
+as (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,48 +16,113 @@ from torch import nn
 
 from fullshard.config import LoraSection
 from fullshard.errors import ModelError
-from fullshard.model.names import ADAPTER, is_adapter
+from fullshard.model.names import ADAPTER, base_name, is_adapter
 
 
-def add_adapters(model: nn.Module, lora: LoraSection) -> None:
-    """Inject LoRA layers (fp32, trainable) into a model on the meta device and freeze everything else, in place."""
+def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
+    """Wrap the target modules of a model on the meta device in PEFT's LoRA layers. ModelError where none fits."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = lora.targets if isinstance(lora.targets, str) and lora.targets == "all-linear" else _as_list(lora.targets)
+    # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
+    routers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear
+    ]
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
-    )
+        r=lora.rank, lora_alpha=lora.alpha, exclude_modules=routers or None, target_modules=lora.targets if lora.targets == "all-linear" else _listed(lora),
+        lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", use_rslora=lora.variant == "rslora",
+        use_dora=lora.variant == "dora",
+    )  # fmt: skip
     try:
         with torch.device("meta"):
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
+        if "use_dora" in str(error):
+            raise ModelError(
+                f"DoRA cannot adapt the stacked experts of {type(model).__name__}.",
+                "Set lora.variant=lora, or name other modules in lora.targets (the attention's: q_proj, v_proj).",
+            ) from None
         linear = sorted({name.split(".")[-1] for name, module in model.named_modules() if _is_linear(module)})
         raise ModelError(
             f"lora.targets = {lora.targets!r} does not fit {type(model).__name__}: {str(error).splitlines()[0]}",
             f"Linear modules of this model: {', '.join(linear)}",
         ) from None
-    _refuse_embeddings(model, lora)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
 
 
-def _refuse_embeddings(model: nn.Module, lora: LoraSection) -> None:
-    """An adapter on the embedding, or on a head tied to it, could not be merged into one weight: refused before training."""
+def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> None:
+    """Inject LoRA layers (fp32, trainable) into a model on the meta device and freeze everything else, in place.
+
+    ``trains_vocabulary``: the embedding and the head stay trainable as a whole, since new tokens must be learnt.
+    """
+    inject_adapters(model, lora)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    adapted_head = hasattr(head, "base_layer") and head.base_layer.weight is getattr(embedding, "weight", None)
+    adapted_head = hasattr(head, "base_layer") and (
+        trains_vocabulary or head.base_layer.weight is getattr(embedding, "weight", None)
+    )
     if hasattr(embedding, "base_layer") or adapted_head:
+        # It could not be merged into one weight, or would be trained twice.
         raise ModelError(
-            f"lora.targets = {lora.targets!r} adapts the {'tied head' if adapted_head else 'embedding'}.",
+            f"lora.targets = {lora.targets!r} adapts the {'head' if adapted_head else 'embedding'}, which is tied or"
+            " (with model.add_tokens) trained as a whole.",
             "Name other modules, or train with method: full.",
         )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    if trains_vocabulary:
+        for module in (embedding, head):
+            for parameter in module.parameters():
+                parameter.requires_grad_(True)
 
 
-def _as_list(targets: str | list[str]) -> list[str]:
-    return [targets] if isinstance(targets, str) else list(targets)
+def _listed(lora: LoraSection) -> list[str]:
+    return [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
 
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+@dataclass(frozen=True)
+class AdapterPlace:
+    """Where one adapter sits: ``module`` in the wrapped model, the base ``parameter`` that it changes, and how.
+
+    ``layout``: linear | conv1d | embedding | experts (W as experts, out, in) | experts_in_out (experts, in, out).
+    """
+
+    module: str
+    parameter: str
+    layout: str
+    scale: float
+    has_magnitude: bool  # DoRA
+
+
+def adapter_places(model: nn.Module) -> list[AdapterPlace]:
+    """Every adapter of a model that ``add_adapters`` (or PEFT) has wrapped."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    places = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or ADAPTER not in module.scaling:
+            continue
+        layout, leaf = "embedding" if ADAPTER in module.lora_embedding_A else "linear", "weight"
+        if isinstance(module, ParamWrapper):
+            leaf = module.parameter_name
+            if module.num_experts > 1:
+                layout = "experts" if module._did_swap_in_out_features else "experts_in_out"
+        elif type(module.get_base_layer()).__name__ == "Conv1D":
+            layout = "conv1d"
+        has_magnitude = ADAPTER in module.lora_magnitude_vector
+        places.append(AdapterPlace(name, f"{base_name(name)}.{leaf}", layout, module.scaling[ADAPTER], has_magnitude))
+    return places
+
+
+def magnitude_start(place: AdapterPlace, weight: torch.Tensor) -> torch.Tensor:
+    """Start of a DoRA magnitude, (out,) fp32: the norm of what each output reads of its base ``weight``.
+
+    arXiv 2402.09353, section 4; B starts as zero, so the norm is that of W alone.
+    """
+    return torch.linalg.norm(weight.float().T if place.layout == "conv1d" else weight.float(), dim=1)
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -69,6 +139,5 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def adapter_settings(lora: LoraSection) -> dict[str, Any]:
-    """What a checkpoint keeps of the adapter's settings: rank, alpha, targets, use_rslora."""
-    targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": targets, "use_rslora": False}
+    """What a checkpoint keeps of the adapter's settings: rank, alpha, targets, variant."""
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets, "variant": lora.variant}

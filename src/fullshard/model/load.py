@@ -7,21 +7,29 @@ touches only its own ranges.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from fullshard.data.chat import load_tokenizer
 from fullshard.errors import ModelError
-from fullshard.model.names import file_name_of, is_adapter
+from fullshard.model.names import base_name
+
+if TYPE_CHECKING:
+    from fullshard.model.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+REFUSED_FAMILIES = {  # by transformers' model_type, as tried with tiny models on transformers 5.24
+    "rwkv": "its forward changes tensors in place, so that backward fails",
+    "falcon_h1": "its mup_vector buffers are in no file and not made by the model's own initialisation",
+    "phimoe": "its router draws random numbers in training, so that the loss depends on the number of ranks",
+}
 
 
 def check_model_folder(path: str | Path) -> Path:
@@ -94,34 +102,37 @@ class WeightFiles:
 
 
 def read_config(path: str | Path) -> Any:
-    """The transformers config of a model folder. ModelError where the family is unknown or no causal model."""
+    """The transformers config of a model folder. ModelError where the family is unknown, refused, or quantised."""
     folder = check_model_folder(path)
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{folder}/config.json cannot be used: {error}", "Check the folder.") from None
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a model folder, with a pad token set (to the end token where it has none)."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    if config.model_type in REFUSED_FAMILIES:
         raise ModelError(
-            f"{path} has no usable tokenizer: {str(error).splitlines()[0]}", "Copy the tokenizer files into the folder."
-        ) from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+            f"{config.model_type} models are refused: {REFUSED_FAMILIES[config.model_type]}.",
+            "What works: docs/models.md",
+        )
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ModelError(
+            f"{folder} holds quantised weights ({method}), which cannot be trained or merged exactly.",
+            "Take the model's bf16 or fp32 weights.",
+        )
+    return config
 
 
-def build_on_meta(path: str | Path) -> nn.Module:
+def build_on_meta(path: str | Path, num_tokens: int = 0) -> nn.Module:
     """The model with parameters (fp32) on the meta device and its non-persistent buffers real and right, on CPU.
 
     Buffers such as rotary frequencies are in no file: they are filled with NaN, then made by the model's own
-    initialisation; a buffer that stays NaN is a ModelError, never luck.
+    initialisation; a buffer that stays NaN is a ModelError, never luck. ``num_tokens``: the vocabulary grows to it where
+    it is smaller.
     """
     config = read_config(path)
+    text = config.get_text_config()
+    text.vocab_size = max(text.vocab_size, num_tokens)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -139,51 +150,21 @@ def build_on_meta(path: str | Path) -> nn.Module:
     return model
 
 
-def load_buffers(model: nn.Module, files: WeightFiles, prefix: str) -> None:
-    """Fill the persistent buffers from the files, then refuse any float buffer that holds NaN.
+def load_buffers(model: nn.Module, weights: WeightMap) -> int:
+    """Fill the persistent buffers from the files, then refuse any float buffer that holds NaN; returns their number.
 
-    Covers: buffers that ``build_on_meta`` made and those that a file holds. ``prefix``: the model's base_model_prefix.
+    Covers: buffers that ``build_on_meta`` made and those that a file holds.
     """
-    available = set(files.names())
-    for name, buffer in model.named_buffers():
-        file_name = file_name_of(name, available, prefix)
-        if file_name is not None:
-            buffer.copy_(files.read(file_name))
+    buffers = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        if weights.has(base_name(name)):
+            buffer.copy_(weights.read(base_name(name)).view(buffer.shape))
         if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
             raise ModelError(
                 f"Buffer {name} is neither in the weight files nor made by the model's own initialisation.",
                 "This family cannot be loaded sharded yet.",
             )
-
-
-def match_names(parameter_names: Iterable[str], files: WeightFiles, prefix: str, where: str) -> dict[str, str]:
-    """Parameter name -> name in the files, one to one; ModelError with the first five that do not match."""
-    available = set(files.names())
-    matched = {name: file_name_of(name, available, prefix) for name in parameter_names}
-    missing = [name for name, file_name in matched.items() if file_name is None]
-    if missing:
-        first = ", ".join(missing[:5])
-        raise ModelError(
-            f"{where}: {len(missing)} of {len(matched)} parameters have no tensor of their name in the files: {first}.",
-            "Families whose weights are stacked or renamed on load come with a later version.",
-        )
-    return {name: file_name for name, file_name in matched.items() if file_name is not None}
-
-
-def check_weights(model: nn.Module, files: WeightFiles, where: str) -> dict[str, str]:
-    """Names and shapes of all base parameters against the files' headers; returns parameter name -> name in the files.
-
-    Raises ModelError with the first names or shapes that do not match.
-    """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-    file_names = match_names(parameters, files, model.base_model_prefix, where)
-    for name, parameter in parameters.items():
-        if files.shape(file_names[name]) != tuple(parameter.shape):
-            raise ModelError(
-                f"{name}: config.json means {tuple(parameter.shape)}, the file holds {files.shape(file_names[name])}.",
-                f"The config.json and the weights of {where} do not belong together.",
-            )
-    return file_names
+    return len(buffers)
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

@@ -48,6 +48,7 @@ class Job:
     adapters: int  # adapter parameters, 0 for full
     adapted_inputs: int  # input features of a block's adapted layers, 0 for full
     on_cpu: bool
+    vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
             Line("frozen base", _share(compute * size, ranks), f"{compute} x {size:,} / {ranks}", "always"),
             Line("adapters", (8 + states) * adapters, f"(4 + 4 + {states}) x {adapters:,}, on every rank", "always"),
         ]
+        vocabulary = f"(4 + 4 + {states}) x {job.vocabulary:,} / {ranks}"
+        lines.append(Line("vocabulary", _share((8 + states) * job.vocabulary, ranks), vocabulary, "always"))
     gathered = gathered_parameters(shape)
     lines.append(Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"))
     if trained and job.accumulates:

@@ -88,12 +88,13 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> Plan:
 
 def read_facts(config: RunConfig) -> Facts:
     """Read the machine, the model's shape, the adapters' size (also of a full recipe: as the way out) and the data."""
-    from fullshard.model.load import build_on_meta
+    from fullshard.model.load import build_on_meta, read_config
 
     volume = read_volume(config)
-    model = build_on_meta(config.model.path)
+    num_tokens = read_config(config.model.path).get_text_config().vocab_size + len(config.model.add_tokens)
+    model = build_on_meta(config.model.path, num_tokens)
     shape = shape_of(model)
-    return Facts(read_machine(), shape, add_adapter_shape(model, config.lora), volume)
+    return Facts(read_machine(), shape, add_adapter_shape(model, config.lora, bool(config.model.add_tokens)), volume)
 
 
 def read_machine() -> Machine:
@@ -155,6 +156,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
                 adapters=facts.adapters.parameters if config.method == "lora" else 0,
                 adapted_inputs=facts.adapters.inputs_per_block if config.method == "lora" else 0,
                 on_cpu=facts.machine.kind == "cpu",
+                vocabulary=facts.adapters.vocabulary if config.method == "lora" else 0,
             )
             yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
 

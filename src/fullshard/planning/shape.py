@@ -97,23 +97,30 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """``parameters`` of all adapters together; ``inputs_per_block``: features that a block's adapted layers read."""
+    """``parameters`` of all adapters together; ``inputs_per_block``: features that a block's adapted layers read.
+
+    ``vocabulary``: parameters of embedding and head where LoRA trains them too.
+    """
 
     parameters: int
     inputs_per_block: int
+    vocabulary: int
 
 
-def add_adapter_shape(model: nn.Module, lora: LoraSection) -> AdapterShape:
+def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> AdapterShape:
     """Inject the adapters into ``model`` (on the meta device, in place) and measure them. ModelError if none fits."""
     from fullshard.model.adapters import add_adapters
     from fullshard.model.blocks import find_blocks
     from fullshard.model.names import is_adapter
 
     num_blocks = len(find_blocks(model)[1])
-    add_adapters(model, lora)
-    adapters = {name: weight for name, weight in model.named_parameters() if is_adapter(name)}
+    add_adapters(model, lora, trains_vocabulary)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    adapters = {name: weight for name, weight in trained.items() if is_adapter(name)}
     inputs = sum(weight.shape[1] for name, weight in adapters.items() if ".lora_A." in name)
-    return AdapterShape(sum(weight.numel() for weight in adapters.values()), math.ceil(inputs / num_blocks))
+    size = sum(weight.numel() for weight in adapters.values())
+    vocabulary = sum(weight.numel() for weight in trained.values()) - size
+    return AdapterShape(size, math.ceil(inputs / num_blocks), vocabulary)
 
 
 def _active_matrices(block: nn.Module, settings: Any) -> int:

@@ -18,7 +18,8 @@ def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> tor
     """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
     packed = bool((batch.document_ids.diff(dim=1).masked_fill(batch.document_ids[:, 1:] < 0, 0) != 0).any())
     positions = batch.position_ids.to(device) if packed else None
-    return loss_model(batch.input_ids.to(device), batch.labels.to(device), positions)
+    real = batch.attention_mask.to(device)
+    return loss_model(batch.input_ids.to(device), batch.labels.to(device), positions, real_BS=real)
 
 
 def held_out_loss(

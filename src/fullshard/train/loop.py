@@ -14,7 +14,7 @@ from fullshard.checkpoint.load import load_checkpoint
 from fullshard.checkpoint.save import save_checkpoint
 from fullshard.config import RunConfig
 from fullshard.data.batches import make_batch
-from fullshard.data.chat import choose_pad_id, load_tokenizer
+from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, use_exact_fp32
@@ -105,9 +105,12 @@ class Trainer:
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
         self.precision_name = str(plan["precision"])
         self.precision = precision_of(self.precision_name)
-        self.pad_id = choose_pad_id(load_tokenizer(config.model.path))
+        tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
+        self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
-        self.built: Built = build_sharded(config, ranks, self.precision, bool(plan["recompute"]))
+        self.built: Built = build_sharded(
+            config, ranks, self.precision, bool(plan["recompute"]), added_ids(tokenizer, config.model.add_tokens)
+        )
         self.sharded = self.built.sharded
         self.optimizer = build_optimizer(config, self.sharded)
         self.moments = optimizer_state(self.optimizer)
@@ -117,6 +120,9 @@ class Trainer:
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
             f"({config.method}); {describe(self.precision, config.method)}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
+
+        for line in self.built.report:
+            log.say(line)
 
     def prove_start(self) -> None:
         """Before step 1: our loss path equals the model's own logits, and the worst case fits."""
@@ -251,6 +257,7 @@ class Trainer:
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
         trainer["precision"] = self.precision_name
+        trainer["add_tokens"] = self.config.model.add_tokens
         if self.config.method == "lora":
             trainer["adapter"] = adapter_settings(self.config.lora)
         facts = {

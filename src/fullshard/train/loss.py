@@ -7,6 +7,7 @@ Only supervised positions go through the head, in chunks, so that full logits (B
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as functional
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.errors import ConfigError
 from fullshard.model.blocks import find_decoder
 
 CHUNK_LOGIT_BYTES = 256 << 20  # fp32 logits of one chunk
@@ -27,9 +29,10 @@ class LossModel(nn.Module):
 
     name_prefix = "causal_lm."
 
-    def __init__(self, causal_lm: nn.Module) -> None:
+    def __init__(self, causal_lm: nn.Module, router_loss: bool = False) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self._router_loss = find_router_loss(causal_lm) if router_loss else None
         self.uses_own_logits = False  # set by ``check_loss_path`` where our path and the model's own differ
         self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * causal_lm.config.get_text_config().vocab_size))
 
@@ -40,24 +43,33 @@ class LossModel(nn.Module):
         position_ids_BS: torch.Tensor | None = None,
         attention_mask_BS: torch.Tensor | None = None,
         own_logits: bool = False,
+        real_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum over supervised positions of the token losses (natural log, fp32 scalar).
 
         ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS`` only
         for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions under
         causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``) the model's.
+        ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the supervised
+        positions.
         """
         arguments = {"input_ids": input_ids_BS, "use_cache": False}
         if position_ids_BS is not None:
             arguments["position_ids"] = position_ids_BS
         if attention_mask_BS is not None:
             arguments["attention_mask"] = attention_mask_BS
+        routed = self._router_loss is not None and self.training and labels_BS is not None
+        if routed:
+            arguments["output_router_logits"] = True
         if own_logits or self.uses_own_logits:
-            logits_BSV = self.causal_lm(**arguments).logits.float()
+            output = self.causal_lm(**arguments)
+            logits_BSV = output.logits.float()
             if labels_BS is None:
                 return logits_BSV
-            return functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
-        hidden_BSH = find_decoder(self.causal_lm)(**arguments)[0]
+            loss = functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+            return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
+        output = find_decoder(self.causal_lm)(**arguments)
+        hidden_BSH = output[0]
         head = self.causal_lm.get_output_embeddings()
         if labels_BS is None:
             return self._finish(head(hidden_BSH))
@@ -68,7 +80,13 @@ class LossModel(nn.Module):
         loss = self._chunk_loss(head, *chunks[0])
         for hidden_CH, labels_C in chunks[1:]:
             loss = loss + checkpoint(self._chunk_loss, head.forward, hidden_CH, labels_C, use_reentrant=False)
-        return loss
+        return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
+
+    def _routing_loss(self, output: Any, labels_BS: torch.Tensor, real_BS: torch.Tensor | None) -> torch.Tensor:
+        """The family's load-balancing loss of this micro-batch times its coefficient and its supervised positions."""
+        model = self.causal_lm
+        loss = self._router_loss(output.router_logits, model.num_experts, model.num_experts_per_tok, real_BS)
+        return model.router_aux_loss_coef * loss * (labels_BS != -100).sum()
 
     def _chunk_loss(self, head: Any, hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self._finish(head(hidden_CH)), labels_C, reduction="sum")
@@ -87,6 +105,14 @@ class LossModel(nn.Module):
             cap = config.final_logit_softcapping
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+
+def find_router_loss(causal_lm: nn.Module) -> Any:
+    """The family's load-balancing loss function. ConfigError where it has none."""
+    found = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
+    if found is None or not hasattr(causal_lm, "router_aux_loss_coef"):
+        raise ConfigError(f"{type(causal_lm).__name__} has no router loss.", "Set train.router_loss=false")
+    return found
 
 
 def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,21 @@ def set_storage(model: nn.Module, precision: Precision) -> None:
 
 def describe(precision: Precision, method: str) -> str:
     """One line for the log."""
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    frozen = f", frozen base {names[precision.frozen]}" if method == "lora" else ""
-    return f"fp32 masters{frozen}, compute {names[precision.compute]}, reduce {names[precision.reduce]}"
+    frozen = f", frozen base {NAMES[precision.frozen]}" if method == "lora" else ""
+    return f"fp32 masters{frozen}, compute {NAMES[precision.compute]}, reduce {NAMES[precision.reduce]}"
+
+
+def storage_table(rows: list[tuple[str, str, torch.dtype, bool]], precision: Precision) -> list[str]:
+    """Lines for the log: per group of parameters the dtypes in the files, at rest, in compute and in reduction.
+
+    ``rows``: (group, dtype in the files, dtype at rest, trained) of each parameter.
+    """
+    counts = Counter(rows)
+    lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
+    for (group, file_dtype, dtype, trained), count in counts.items():
+        reduced = NAMES[precision.reduce] if trained else "-"
+        lines.append(
+            f"{group:17} {count:7}  {file_dtype.lower():5}  {NAMES[dtype]:7}  {NAMES[precision.compute]:7}"
+            f"  {reduced:6}  {'yes' if trained else 'frozen'}"
+        )
+    return lines

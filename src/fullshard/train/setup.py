@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
 
 from fullshard.config import RunConfig
-from fullshard.model.adapters import add_adapters, start_value
+from fullshard.errors import TrainError
+from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
 from fullshard.model.blocks import find_units, is_tied
-from fullshard.model.load import WeightFiles, build_on_meta, check_weights, load_buffers
-from fullshard.model.names import is_adapter
+from fullshard.model.load import WeightFiles, build_on_meta, load_buffers
+from fullshard.model.names import base_name, is_adapter
+from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
 from fullshard.shard import ShardedModel, shard_model
 from fullshard.train.loss import LossModel
-from fullshard.train.precision import Precision, set_storage
+from fullshard.train.precision import Precision, set_storage, storage_table
 from fullshard.train.recompute import set_recompute
 
 LOSS_CHECK_TOKENS = 64
@@ -30,29 +33,60 @@ class Built:
     num_parameters: int
     num_trainable: int
     tied: bool
+    report: tuple[str, ...]  # what was verified and held, for the log
 
 
-def build_sharded(config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool) -> Built:
-    """Build on the meta device, add adapters, shard, load. A collective call on all ranks."""
-    causal_lm = build_on_meta(config.model.path)
+def build_sharded(
+    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool, new_ids: tuple[int, ...] = ()
+) -> Built:
+    """Build on the meta device, add adapters, shard, load. A collective call on all ranks.
+
+    ``new_ids``: token ids that ``model.add_tokens`` brought; their rows start as the mean of the others.
+    """
+    causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1)
+    weights = WeightMap(causal_lm, WeightFiles(config.model.path), config.model.path, new_ids)
     tied = is_tied(causal_lm)
     if config.method == "lora":
-        add_adapters(causal_lm, config.lora)
+        add_adapters(causal_lm, config.lora, trains_vocabulary=bool(new_ids))
+    magnitudes = {place.module: place for place in adapter_places(causal_lm) if place.has_magnitude}
     set_recompute(causal_lm, recompute)
     set_storage(causal_lm, precision)
     num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
     num_trainable = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
-    files = WeightFiles(config.model.path)
-    file_names = check_weights(causal_lm, files, config.model.path)
-    load_buffers(causal_lm, files, causal_lm.base_model_prefix)
-    loss_model = LossModel(causal_lm)
+    load_buffers(causal_lm, weights)
+    loss_model = LossModel(causal_lm, config.train.router_loss)
     units = find_units(causal_lm)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
     sharded = shard_model(loss_model, units, adapters, ranks.mesh, precision, config.engine)
     _materialize(loss_model, ranks.device)
-    load_weights(sharded, files, file_names, config.train.seed)
+    load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
-    return Built(sharded, loss_model, num_parameters, num_trainable, tied)
+    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
+    return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
+
+
+def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
+    """The table of dtypes, read off the shards as they are."""
+    rows = []
+    for shard in sharded.shards():
+        adapter = is_adapter(shard.name)
+        group = "adapters" if adapter else "matrices" if len(shard.full_shape) > 1 else "norms and biases"
+        file_dtype = "-" if adapter else weights.dtype(base_name(shard.name))
+        rows.append((group, file_dtype, shard.value.dtype, shard.trainable))
+    return storage_table(rows, precision)
+
+
+def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
+    """Compare every buffer's bytes over the ranks; TrainError names the first that differs. Returns the log's line."""
+    digests = {
+        name: hashlib.blake2b(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, buffer in model.named_buffers()
+    }
+    for rank, other in enumerate(ranks.gather_objects(digests)):
+        wrong = [name for name, digest in digests.items() if other.get(name) != digest]
+        if wrong:
+            raise TrainError(f"Buffer {wrong[0]} on rank {rank} differs from rank {ranks.rank}'s.", "Start again.")
+    return f"{len(digests)} buffers verified on {ranks.num_ranks} rank{'s' if ranks.num_ranks > 1 else ''}"
 
 
 def _materialize(model: torch.nn.Module, device: torch.device) -> None:
@@ -65,26 +99,23 @@ def _materialize(model: torch.nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def load_weights(sharded: ShardedModel, files: WeightFiles, file_names: dict[str, str], seed: int) -> None:
-    """Fill this rank's shards: base weights from the rows that hold them, adapters from their seeded start values."""
+def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str, AdapterPlace], seed: int) -> None:
+    """Fill this rank's shards: base weights from the rows that hold them, adapters from their start values.
+
+    ``magnitudes``: DoRA's places by module; theirs start from the base weight, read whole, one at a time.
+    """
     for shard in sharded.shards():
-        if is_adapter(shard.name):
+        if shard.start >= shard.stop:
+            continue
+        if ".lora_magnitude_vector." in shard.name:
+            place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]
+            whole = magnitude_start(place, weights.read_whole(place.parameter))
+            shard.value.copy_(whole[shard.start : shard.stop])
+        elif is_adapter(shard.name):
             whole = start_value(shard.name, shard.full_shape, seed).reshape(-1)
             shard.value.copy_(whole[shard.start : shard.stop])
-        elif shard.start < shard.stop:
-            shard.value.copy_(read_range(files, file_names[shard.name], shard.full_shape, shard.start, shard.stop))
-
-
-def read_range(files: WeightFiles, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a flattened file tensor, 1-d: reads the covering rows, copies nothing else."""
-    if not shape:
-        return files.read(name).reshape(-1)
-    row_elements = 1
-    for size in shape[1:]:
-        row_elements *= size
-    first_row = start // row_elements
-    rows = files.read(name, first_row, -(-stop // row_elements)).reshape(-1)
-    return rows[start - first_row * row_elements : stop - first_row * row_elements]
+        else:
+            shard.value.copy_(weights.read(base_name(shard.name), shard.start, shard.stop))
 
 
 @torch.no_grad()

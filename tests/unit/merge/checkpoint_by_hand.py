@@ -93,14 +93,19 @@ def full_run(run: Path, base: Path, seed: int = 1, scale: float = 0.05, **more) 
     return write_run(run, base, weights, logits_of(model), "full", **more), weights
 
 
-def lora_run(run: Path, base: Path, targets: list[str], rank: int = 2, alpha: float = 6.0, zero: str = "", **more):
+def lora_run(
+    run: Path, base: Path, targets, rank: int = 2, alpha: float = 6.0, zero: str = "", variant: str = "lora", **more
+):
     """A run of LoRA through PEFT itself. Returns checkpoint, adapter weights, and PEFT's own merged model.
 
     ``zero``: "all" leaves every adapter at its start, "first" only the first one.
     """
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", use_rslora=variant == "rslora",
+        use_dora=variant == "dora",
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = get_peft_model(load_fp32(base), config).eval()
@@ -112,7 +117,7 @@ def lora_run(run: Path, base: Path, targets: list[str], rank: int = 2, alpha: fl
                 parameter.copy_(torch.randn(parameter.shape) * 0.1)
     weights = {name: value.detach().clone() for name, value in get_peft_model_state_dict(model).items()}
     weights = {name: value for name, value in weights.items() if ".lora_" in name}
-    settings = {"rank": rank, "alpha": alpha, "targets": targets, "use_rslora": False}
+    settings = {"rank": rank, "alpha": alpha, "targets": targets, "variant": variant}
     folder = write_run(run, base, weights, logits_of(model), "lora", adapter=settings, **more)
     return folder, weights, model.merge_and_unload()
 

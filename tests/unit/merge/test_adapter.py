@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from checkpoint_by_hand import load_fp32, logits_of, lora_run, write_run
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.errors import MergeError
-from fullshard.merge.adapter import adapter_scale
 from fullshard.merge.job import merge_run
 
-SETTINGS = {"rank": 2, "alpha": 6.0, "targets": ["q_proj", "v_proj"], "use_rslora": False}
+SETTINGS = {"rank": 2, "alpha": 6.0, "targets": ["q_proj", "v_proj"], "variant": "lora"}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,25 @@ def test_a_wrong_scale_fails_the_proof(tmp_path, base):
         merge_run(tmp_path / "run")
 
 
-def test_scale():
-    assert adapter_scale({"rank": 4, "alpha": 8}) == 2.0
-    assert adapter_scale({"rank": 4, "alpha": 8, "use_rslora": True}) == 4.0
+def test_scales_of_the_variants(base):
+    """alpha / rank; alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732)."""
+    from fullshard.merge.names import ModelNames
+
+    for variant, scale in (("lora", 2.0), ("rslora", 4.0), ("dora", 2.0)):
+        names = ModelNames(base, SETTINGS | {"rank": 4, "alpha": 8, "variant": variant})
+        assert {place.scale for place in names.places.values()} == {scale}
+        assert {place.has_magnitude for place in names.places.values()} == {variant == "dora"}
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_folding_equals_pefts_own_merge(tmp_path, family, variant):
+    base = make_tokenizer(make_model(tmp_path / "base", family))
+    targets = ["c_attn", "c_proj"] if family == "gpt2" else ["q_proj", "down_proj"]
+    _, _, merged = lora_run(tmp_path / "run", base, targets, variant=variant)
+    ours = load_fp32(merge_run(tmp_path / "run").folder)
+    for (name, value), expected in zip(ours.named_parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_full_checkpoint_of_another_model_is_refused(tmp_path, base):

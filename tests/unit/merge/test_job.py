@@ -42,11 +42,18 @@ def test_full_weights_equal_the_training_state(tmp_path, family, tied):
     assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == tied
 
 
-def test_names_that_transformers_renames_on_load_are_refused(tmp_path):
-    base = make_tokenizer(make_model(tmp_path / "base", "gpt_neox"))  # its files say embed_out, the model lm_head
-    full_run(tmp_path / "run", base)
-    with pytest.raises(MergeError, match=r"lm_head\.weight was trained, but the base's weight files hold no tensor"):
-        merge_run(tmp_path / "run")
+def test_the_export_keeps_the_bases_names(tmp_path):
+    """gpt_neox's files say embed_out where the model says lm_head; mixtral's have a tensor an expert, the model a stack."""
+    for family, name in (
+        ("gpt_neox", "embed_out.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight"),
+    ):
+        base = make_tokenizer(make_model(tmp_path / family, family))
+        _, weights = full_run(tmp_path / f"{family}_run", base)
+        folder = merge_run(tmp_path / f"{family}_run").folder
+        assert set(stored_tensors(folder)) == set(stored_tensors(base)) and name in stored_tensors(base)
+        for parameter, value in load_fp32(folder).named_parameters():
+            assert torch.equal(value, weights[parameter]), parameter
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,274 @@
+"""Which tensors of a model folder make which parameter, and how parameters go back under the folder's names.
+
+For most families one file tensor is one parameter, perhaps under another name. For others transformers stacks, splits or
+renames on load (the experts of a mixture: ``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``). Both come from
+transformers' own conversion table (``get_model_conversion_mapping``), run here for one target at a time: read what it
+needs, convert, slice, drop. The same table reversed gives the export its original names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from fullshard.errors import ModelError
+from fullshard.model.load import WeightFiles
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+CACHED_GROUPS = 4  # an export in the files' order goes back and forth between the two groups of an expert layer
+
+
+@dataclass(eq=False)
+class _Group:
+    """File tensors that are read together, and the parameters they make. Without a converter: one of each."""
+
+    target: str  # what transformers calls the group: its first parameter
+    converter: WeightConverter | None
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (source pattern, file tensor), experts in order
+    outputs: list[str] = field(default_factory=list)
+
+
+class WeightMap:
+    """Parameters (and persistent buffers) of one model, read by ranges from its files."""
+
+    def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
+        """Match ``model`` (plain, on the meta device) with ``files``; nothing is read but headers.
+
+        ``new_ids``: rows of the vocabulary that the files lack or that start anew; they begin as the mean of all other
+        rows. Raises ModelError with the first names or shapes that do not match. ``where`` names the folder.
+        """
+        self.files = files
+        self._config, self._where, self._new_ids = model.config, where, new_ids
+        self._state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        self._prefix = model.base_model_prefix
+        conversions = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self._groups: dict[str, _Group] = {}  # by file tensor
+        self.ignored: list[str] = []  # file tensors that the model has no place for
+        self._outputs: dict[str, _Group] = {}  # by parameter
+        self._aliases = _aliases(model)
+        self._grown = _vocabulary_tensors(model) if new_ids else set()
+        self._match(model, converters)
+        self._cache: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
+        self._means: dict[str, torch.Tensor] = {}
+        self._check(model)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
+        if stop is None:
+            stop = torch.Size(self._state[name]).numel()
+        name = self._source_name(name)
+        group = self._outputs[name]
+        if group.converter is not None:
+            return self._converted(group)[name].reshape(-1)[start:stop]
+        if name in self._grown:
+            return self._read_grown(name, start, stop)
+        return _read_range(self.files, group.sources[0][1], start, stop)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """The whole parameter or buffer in its shape, in the files' dtype."""
+        return self.read(name).view(self._state[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter or persistent buffer in the model."""
+        return self._state[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold this parameter or buffer."""
+        return self._source_name(name) in self._outputs
+
+    def dtype(self, name: str) -> str:
+        """Safetensors' name of the dtype in which the files hold the parameter."""
+        return self.files.dtype(self._outputs[self._source_name(name)].sources[0][1])
+
+    def parameters_of(self, file_name: str) -> list[str]:
+        """The parameters or buffers that ``file_name`` is a part of; none for a tensor that the model ignores."""
+        group = self._groups.get(file_name)
+        return group.outputs if group else []
+
+    def is_converted(self, file_name: str) -> bool:
+        """Whether the file tensor is stacked or split on load (a mere renaming is not)."""
+        return self._groups[file_name].converter is not None
+
+    def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The tensor under its original name, from the parameters that ``whole(name)`` gives in full shape.
+
+        For converted groups: transformers' reverse conversion. The last few groups are kept, so that a caller that walks
+        the files in order converts each group once.
+        """
+        group = self._groups[file_name]
+        key = (group.target, True)
+        if key not in self._cache:
+            self._keep(key, self._reverse(group, {name: whole(name) for name in group.outputs}))
+        return self._cache[key][file_name]
+
+    def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
+        state = model.state_dict()
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        for file_name in sorted(self.files.names(), key=dot_natural_key):
+            target, pattern = rename_source_key(file_name, self._renamings, converters, self._prefix, state)
+            if target not in state and file_name in state:  # transformers' own second try
+                target, pattern = rename_source_key(file_name, [], [], self._prefix, state)
+            if target not in state:
+                self.ignored.append(file_name)
+                continue
+            group = self._outputs.get(target)
+            if group is None:
+                group = self._outputs[target] = _Group(target, by_pattern[pattern] if pattern else None)
+            group.sources.append((pattern or file_name, file_name))
+            self._groups[file_name] = group
+        for group in list(dict.fromkeys(self._outputs.values())):
+            self._find_outputs(group)
+
+    def _find_outputs(self, group: _Group) -> None:
+        """Convert empty tensors of the files' shapes: which parameters come out, of which shapes, and do they go back?"""
+        if group.converter is None:
+            group.outputs = [group.target]
+            return
+        empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
+        try:
+            made = self._forward(group, empty)
+            back = self._reverse(group, made)
+        except (ValueError, RuntimeError, KeyError, NotImplementedError, IndexError) as error:
+            raise ModelError(
+                f"{self._where}: {group.target} cannot be made from {group.sources[0][1]} and"
+                f" {len(group.sources) - 1} more, or not be written back: {error}",
+                "This family's weights are converted on load in a way that cannot be reversed; it cannot be trained here.",
+            ) from None
+        wrong = [name for _, name in group.sources if back[name].shape != empty[name].shape]
+        if wrong:
+            raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
+        group.outputs = list(made)
+        for name, value in made.items():
+            self._outputs[name] = group
+            self._check_shape(name, tuple(value.shape))
+
+    def _forward(self, group: _Group, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = deepcopy(group.converter)
+        for pattern, file_name in group.sources:
+            converter.add_tensor(group.target, file_name, pattern, tensors[file_name])
+        return _single(converter.convert(group.target, config=self._config))
+
+    def _reverse(self, group: _Group, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = group.converter.reverse_transform()
+        first = None
+        for name, value in parameters.items():
+            renamed, pattern = converter.rename_source_key(name)
+            first = first or renamed
+            converter.add_tensor(first, name, pattern, value)
+        made = _single(converter.convert(first, config=self._config))
+        by_plain_name = {self._without_prefix(name): value for name, value in made.items()}
+        names = {name: self._without_prefix(apply_renamings(name, self._renamings)) for _, name in group.sources}
+        return {name: by_plain_name[plain] for name, plain in names.items()}
+
+    def _without_prefix(self, name: str) -> str:
+        return name.removeprefix(f"{self._prefix}.")
+
+    def _converted(self, group: _Group) -> dict[str, torch.Tensor]:
+        key = (group.target, False)
+        if key not in self._cache:
+            self._cache.clear()  # one target at a time
+            self._keep(key, self._forward(group, {name: self.files.read(name) for _, name in group.sources}))
+        return self._cache[key]
+
+    def _keep(self, key: tuple[str, bool], value: dict[str, torch.Tensor]) -> None:
+        while len(self._cache) >= CACHED_GROUPS:
+            del self._cache[next(iter(self._cache))]
+        self._cache[key] = value
+
+    def _source_name(self, name: str) -> str:
+        """The name under which the files hold it: a tied weight may lie there under any of its names."""
+        return next((alias for alias in self._aliases.get(name, (name,)) if alias in self._outputs), name)
+
+    def _check(self, model: nn.Module) -> None:
+        parameters = [name for name, _ in model.named_parameters()]
+        missing = [name for name in parameters if not self.has(name)]
+        if missing:
+            first = ", ".join(missing[:5])
+            raise ModelError(
+                f"{self._where}: {len(missing)} of {len(parameters)} parameters have no tensor of their name in the"
+                f" files: {first}.",
+                "Are config.json and the weights of one model? Compare model_type with the files' tensor names.",
+            )
+        for name in parameters:
+            group = self._outputs[self._source_name(name)]
+            if self.dtype(name) not in FLOATS:
+                raise ModelError(
+                    f"{self._where}: parameter {name} is stored as {self.dtype(name)}; {', '.join(FLOATS)} can be trained.",
+                    "Take the model's bf16 or fp32 weights.",
+                )
+            if group.converter is None:
+                self._check_shape(name, self.files.shape(group.sources[0][1]))
+
+    def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
+        expected = self._state[name]
+        if name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]:
+            return
+        if found != expected:
+            raise ModelError(
+                f"{name}: config.json means {expected}, the file holds {found}.",
+                f"The config.json and the weights of {self._where} do not belong together.",
+            )
+
+    def _read_grown(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A range of a vocabulary tensor: old rows from the file, new ones the mean of the old."""
+        file_name = self._outputs[name].sources[0][1]
+        num_old, width = self.files.shape(file_name)[0], torch.Size(self._state[name][1:]).numel()
+        if name not in self._means:
+            old = self.files.read(file_name).float().reshape(num_old, -1)
+            kept = [row for row in range(num_old) if row not in set(self._new_ids)]
+            self._means[name] = old[kept].mean(0).to(self.files.read(file_name, 0, 1).dtype)
+        first, last = start // width, -(-stop // width)
+        rows = self._means[name].repeat(last - first, 1)
+        stored = min(last, num_old)
+        if first < stored:
+            rows[: stored - first] = self.files.read(file_name, first, stored).reshape(stored - first, width)
+        for row in self._new_ids:
+            if first <= row < last:
+                rows[row - first] = self._means[name]
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+
+def _read_range(files: WeightFiles, name: str, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a flattened file tensor, 1-d: reads the covering rows, copies nothing else."""
+    shape = files.shape(name)
+    if not shape:
+        return files.read(name).reshape(-1)
+    row_elements = torch.Size(shape[1:]).numel()
+    first_row = start // row_elements
+    rows = files.read(name, first_row, -(-stop // row_elements)).reshape(-1)
+    return rows[start - first_row * row_elements : stop - first_row * row_elements]
+
+
+def _single(made: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A conversion's results; it gives a tensor or a list of one."""
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameter name -> all names of the same parameter, for tied ones."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return {name: tuple(names) for names in by_identity.values() if len(names) > 1 for name in names}
+
+
+def _vocabulary_tensors(model: nn.Module) -> set[str]:
+    """Names of the tensors with one row a token: the embedding, the head and the head's bias."""
+    owners = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    wanted = {id(parameter) for module in owners for parameter in module.parameters(recurse=False)}
+    return {name for name, value in model.named_parameters(remove_duplicate=False) if id(value) in wanted}

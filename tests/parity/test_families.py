@@ -1,0 +1,140 @@
+"""Every family: two steps on two ranks, full and LoRA, merged; losses and logits equal the unsharded oracle's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from families import CORE, FAMILIES
+from rank_pool import pool
+from safetensors.torch import load_file, save_file
+from test_training import SGD, losses_of, make_reference_vocabulary, make_run, oracle_model, train_on_ranks
+from tiny_models import make_model, make_tokenizer
+
+from fullshard.config import LoraSection, config_from_dict
+from fullshard.data.chat import load_tokenizer
+from fullshard.errors import ConfigError, ModelError
+from fullshard.merge.job import merge_run
+from fullshard.model.adapters import add_adapters
+from fullshard.model.load import REFUSED_FAMILIES, WeightFiles, build_on_meta, read_config
+from fullshard.model.weight_map import WeightMap
+from fullshard.run_folder import CONFIG, write_json
+
+TOKENS = (torch.arange(16) * 7 % 56 + 8)[None]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A folder whose tokenizer makes the data: some families' tokenizer classes would not keep K2's words."""
+    return make_tokenizer(make_model(tmp_path_factory.mktemp("words")))
+
+
+def train_and_merge(folder, words, method, **settings):
+    """Two steps on two ranks of the model in ``folder``/model; returns losses, the oracle's, merged model, reference."""
+    from transformers import AutoModelForCausalLM
+
+    run = folder / "run"
+    values = make_run(run, words, method, max_steps=2, **SGD).model_dump(exclude_unset=True)
+    values["model"]["path"] = str(folder / "model")
+    values |= settings
+    write_json(run / CONFIG, values)
+    pool(2).run(train_on_ranks, str(run), values, [64, "tokens"])
+    expected, reference = oracle_model(run, config_from_dict(values))
+    merged = AutoModelForCausalLM.from_pretrained(merge_run(run).folder, dtype=torch.float32)
+    return losses_of(run), expected, merged.eval(), reference.eval()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in CORE else [pytest.mark.slow]) for name in FAMILIES]
+)
+def test_trains_merges_and_answers_like_the_oracle(tmp_path, words, family, method):
+    make_tokenizer(make_model(tmp_path / "model", family))
+    losses, expected, merged, reference = train_and_merge(tmp_path, words, method)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, reference(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["rslora", "dora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_lora_variants(tmp_path, words, family, variant):
+    make_tokenizer(make_model(tmp_path / "model", family))
+    lora = {"rank": 4, "alpha": 8, "variant": variant}
+    losses, expected, merged, reference = train_and_merge(tmp_path, words, "lora", lora=lora)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, reference(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("phi", False), ("mixtral", False)])
+def test_added_tokens_grow_the_vocabulary_and_are_learnt(tmp_path, family, tied, method):
+    """Two new words: the oracle resizes by transformers, starts them as the mean, trains embedding and head with LoRA."""
+    make_tokenizer(make_model(tmp_path / "model", family, tied=tied))
+    settings = {"path": str(tmp_path / "model"), "add_tokens": ["<|tool|>", "comet"]}
+    losses, expected, merged, reference = train_and_merge(tmp_path, tmp_path / "model", method, model=settings)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert merged.config.vocab_size == merged.get_input_embeddings().weight.shape[0] == 66
+    with torch.no_grad():
+        ids = torch.cat([TOKENS, torch.tensor([[64, 65]])], 1)
+        torch.testing.assert_close(merged(ids).logits, reference(ids).logits, rtol=1e-4, atol=1e-4)
+    tokenizer = load_tokenizer(tmp_path / "run" / "merged")
+    assert tokenizer("red comet <|tool|>")["input_ids"] == [8, 65, 64]
+    start = make_reference_vocabulary(tmp_path / "model", settings["add_tokens"]).get_output_embeddings().weight
+    moved = (merged.get_output_embeddings().weight - start).abs().amax(1)
+    assert moved[64] > 0 and moved[65] > 0  # no row holds them, but the softmax pushes them down
+
+
+def test_the_adapted_head_is_refused_with_added_tokens(tmp_path):
+    make_tokenizer(make_model(tmp_path / "model"))
+    model = build_on_meta(tmp_path / "model", 65)
+    with pytest.raises(ModelError, match="adapts the head"):
+        add_adapters(model, LoraSection(targets=["lm_head"]), trains_vocabulary=True)
+
+
+def test_router_loss_is_the_familys_own(tmp_path, words):
+    """One rank, one row a step: our loss is transformers' loss with output_router_logits; off by default."""
+    from transformers import AutoModelForCausalLM
+
+    from fullshard.train.loss import LossModel
+
+    path = make_model(tmp_path / "model", "mixtral", router_aux_loss_coef=0.5)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    labels = torch.roll(TOKENS, -1, 1).masked_fill(torch.arange(16) == 15, -100)
+    with_router = model(TOKENS, labels=TOKENS, output_router_logits=True).loss * 15
+    plain = model(TOKENS, labels=TOKENS, output_router_logits=False).loss * 15
+    real = torch.ones_like(TOKENS)
+    assert float(with_router) > float(plain) + 1
+    assert float(LossModel(model, True).train()(TOKENS, labels, real_BS=real)) == pytest.approx(
+        float(with_router), 1e-5
+    )
+    assert float(LossModel(model).train()(TOKENS, labels, real_BS=real)) == pytest.approx(float(plain), rel=1e-5)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no router loss"):
+        LossModel(build_on_meta(make_model(tmp_path / "dense")), True)
+
+
+@pytest.mark.parametrize("family", REFUSED_FAMILIES)
+def test_refused_families_are_refused_by_name(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=f"{family} models are refused: .*{REFUSED_FAMILIES[family][:20]}"):
+        read_config(tmp_path)
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path):
+    path = make_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ModelError, match="quantised weights \\(mxfp4\\)"):
+        read_config(path)
+
+
+def test_weights_that_are_no_floats_are_named(tmp_path):
+    path = make_model(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"parameter model\.norm\.weight is stored as I8"):
+        WeightMap(build_on_meta(path), WeightFiles(path), str(path))

@@ -1,0 +1,159 @@
+"""HO-7 and HO-10: a bf16 base with fp32 norms under LoRA, and buffers that no file holds, on two ranks."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from rank_pool import pool
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, make_tokenizer
+
+from fullshard.config import config_from_dict
+from fullshard.model.names import is_adapter
+from fullshard.train.precision import precision_of
+
+SCALES = (0.0, 0.1, 0.2, 0.3)
+IDS = torch.arange(8, 20)[None]
+
+
+def recipe(path, method: str):
+    lora = {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}} if method == "lora" else {}
+    values = {"model": {"path": str(path)}, "data": {"train": "x"}, "output": "y", "method": method, **lora}
+    return config_from_dict(values | {"train": {"optimizer": "sgd", "learning_rate": 0.5}})
+
+
+def one_bf16_step(ranks, path: str):
+    """Build, take one SGD step, and say what every shard is: (dtype, trained, has gradient, changed) by name."""
+    from fullshard.train.optimizer import build_optimizer
+    from fullshard.train.setup import build_sharded
+
+    config = recipe(path, "lora")
+    built = build_sharded(config, ranks, precision_of("bf16"), False)
+    optimizer = build_optimizer(config, built.sharded)
+    before = {shard.name: shard.value.clone() for shard in built.sharded.shards()}
+    labels = torch.roll(IDS, -1, 1)
+    gradients = {}
+    for _ in range(2):  # B starts at zero, so that A has a gradient from the second step on
+        with built.sharded.microbatch(True):
+            built.loss_model(IDS, labels).backward()
+        gradients = {shard.name: shard.gradient is not None for shard in built.sharded.shards()}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        built.sharded.after_step()
+    facts = {}
+    for shard in built.sharded.shards():
+        changed = not torch.equal(shard.value, before[shard.name])
+        facts[shard.name] = (str(shard.value.dtype), shard.trainable, gradients[shard.name], changed)
+    return built.report, facts
+
+
+def test_mixed_dtypes_with_lora(tmp_path):
+    """HO-7: adapters stay fp32 and move; the base stays bit for bit and has no gradient; the table says what shards are."""
+    path = make_tokenizer(make_model(tmp_path / "base"))
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name: value if "norm" in name else value.bfloat16() for name, value in tensors.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (report, facts), (_, other) = pool(2).run(one_bf16_step, str(path))
+    assert facts == other
+    for name, (dtype, trained, has_gradient, changed) in facts.items():
+        expected = ("torch.float32", True, True, True) if is_adapter(name) else ("torch.bfloat16", False, False, False)
+        assert (dtype, trained, has_gradient, changed) == expected, name
+    table = [line.split() for line in report if line.split()[0] in ("adapters", "matrices", "norms")]
+    assert table == [
+        ["matrices", "16", "bf16", "bf16", "bf16", "-", "frozen"],
+        ["adapters", "8", "-", "fp32", "bf16", "fp32", "yes"],
+        ["norms", "and", "biases", "5", "f32", "bf16", "bf16", "-", "frozen"],
+    ]
+    assert sum(is_adapter(name) for name in facts) == 8 and len(facts) == 16 + 8 + 5
+
+
+def register_k1_with_buffer() -> None:
+    """A family of its own in this process: llama plus the buffer [0, .1, .2, .3]."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, initialization
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if "k1_with_buffer" in CONFIG_MAPPING:
+        return
+
+    class K1Config(LlamaConfig):
+        model_type = "k1_with_buffer"
+
+    class K1Model(LlamaForCausalLM):
+        config_class = K1Config
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.register_buffer("scales", torch.tensor(SCALES), persistent=False)
+
+        def _init_weights(self, module):
+            super()._init_weights(module)
+            if hasattr(module, "scales"):
+                initialization.copy_(module.scales, torch.tensor(SCALES))
+
+    AutoConfig.register("k1_with_buffer", K1Config)
+    AutoModelForCausalLM.register(K1Config, K1Model)
+
+
+def buffers_after_loading(ranks, path: str, precision: str):
+    """Poison the allocator with NaN blocks of the buffers' sizes, load sharded, return buffers, logits, report."""
+    from fullshard.train.setup import build_sharded
+
+    register_k1_with_buffer()
+    poison = [torch.full((size,), float("nan")) for size in (4, 4, 4, 8, 8) for _ in range(50)]
+    del poison
+    built = build_sharded(recipe(path, "full"), ranks, precision_of(precision), False)
+    with torch.no_grad():
+        logits = built.loss_model(IDS, None)
+    buffers = {name.removeprefix("causal_lm."): value.clone() for name, value in built.loss_model.named_buffers()}
+    return buffers, logits, built.report
+
+
+def test_buffers_after_deferred_loading(tmp_path):
+    """HO-10: fp32 and bit for bit those of a plain load on every rank; logits agree over ranks and with one process."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    register_k1_with_buffer()
+    source = LlamaForCausalLM.from_pretrained(make_model(tmp_path / "llama"))
+    config = source.config.to_dict() | {"model_type": "k1_with_buffer", "architectures": ["K1Model"]}
+    path = tmp_path / "k1"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes((tmp_path / "llama" / "model.safetensors").read_bytes())
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    wanted = dict(plain.named_buffers())
+    assert sorted(wanted) == ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq", "model.scales"]
+    with torch.no_grad():
+        expected = plain(IDS).logits
+    for precision, tolerance in (("fp32", 1e-5), ("bf16", 1e-2)):
+        answers = pool(2).run(buffers_after_loading, str(path), precision)
+        for buffers, logits, report in answers:
+            assert sorted(buffers) == sorted(wanted)
+            for name, value in buffers.items():
+                assert value.dtype == torch.float32 and torch.equal(value, wanted[name]), name
+            assert torch.allclose(logits, expected, atol=tolerance, rtol=0)
+            assert torch.equal(logits, answers[0][1])
+            assert "3 buffers verified on 2 ranks" in report
+
+
+def names_written(ranks, path: str, recompute: bool):
+    from fullshard.model.names import stored_name
+    from fullshard.train.setup import build_sharded
+
+    built = build_sharded(recipe(path, "lora"), ranks, precision_of("fp32"), recompute)
+    return [stored_name(shard.name) for shard in built.sharded.shards() if shard.trainable]
+
+
+def test_names_are_the_same_with_and_without_recomputation(tmp_path):
+    """HO-13, last part: what a run writes is named as PEFT names it, whatever wraps the model."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    path = make_tokenizer(make_model(tmp_path / "base"))
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    peft = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    expected = sorted(get_peft_model_state_dict(peft))
+    for num_ranks, recompute in ((1, False), (2, False), (2, True)):
+        for names in pool(num_ranks).run(names_written, str(path), recompute):
+            assert sorted(names) == expected
+    assert len(expected) == 8

@@ -84,7 +84,7 @@ def register_k1_with_buffer() -> None:
 
         def __init__(self, config):
             super().__init__(config)
-            self.model.register_buffer("scales", torch.tensor(SCALES), persistent=False)
+            self.register_buffer("scales", torch.tensor(SCALES), persistent=False)
 
         def _init_weights(self, module):
             super()._init_weights(module)
@@ -122,7 +122,7 @@ def test_buffers_after_deferred_loading(tmp_path):
     (path / "model.safetensors").write_bytes((tmp_path / "llama" / "model.safetensors").read_bytes())
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     wanted = dict(plain.named_buffers())
-    assert sorted(wanted) == ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq", "model.scales"]
+    assert sorted(wanted) == ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq", "scales"]
     with torch.no_grad():
         expected = plain(IDS).logits
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 1e-2)):

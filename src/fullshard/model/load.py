@@ -121,7 +121,11 @@ def build_on_meta(path: str | Path) -> nn.Module:
     Buffers such as rotary frequencies are in no file: they are filled with NaN, then made by the model's own
     initialisation; a buffer that stays NaN is a ModelError, never luck.
     """
-    config = read_config(path)
+    return build_from_config(read_config(path), path)
+
+
+def build_from_config(config: Any, path: str | Path) -> nn.Module:
+    """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

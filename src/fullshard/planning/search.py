@@ -93,7 +93,7 @@ def make_plan(
         raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
     files = [*config.train_files, *([config.data.eval] if isinstance(config.data.eval, str) else [])]
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
-    facts = read_facts(config, card, read_volume(config) if read_here else assume_volume(config, rows, mean_tokens))
+    facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
     if card and (not card.bf16_flops or choose_precision(config, facts.machine) != "bf16"):
         raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
     _require_positions(config, facts)

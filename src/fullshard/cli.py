@@ -17,10 +17,31 @@ import typer
 
 import fullshard
 from fullshard.errors import UserError
+from fullshard.words import answer_word
 
 MORE = "More"
 
+
+class _Verbs(typer.core.TyperGroup):
+    """The verbs. Those of other tools, and their keys written as options, are answered with the names used here."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and (answer := answer_word(cmd_name)):
+            raise UserError(answer, "All verbs: fullshard --help")
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as problem:  # click's NoSuchOption, of which newer versions of typer have a copy
+            if answer := answer_word(getattr(problem, "option_name", None) or ""):
+                raise UserError(answer, "Keys go into the recipe, or behind it as KEY=VALUE.") from None
+            raise
+
+
 app = typer.Typer(
+    cls=_Verbs,
     help="Plan, train, merge and judge fine-tuned language models.",
     epilog="Start: fullshard quickstart. Your own job: fullshard init MODEL DATA. Each verb has --help.",
     no_args_is_help=True,
@@ -76,11 +97,21 @@ def _root(
 
 @app.command()
 def plan(
-    recipe: Recipe, overrides: Overrides = None, ranks: Ranks = None, json_output: Json = False, debug: Debug = False
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="Cards that need not be here: 4x4090, 8xa800-80g, 8x910b3-64g.", show_default=False),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Assume this many rows.", show_default=False)] = None,
+    mean_tokens: Annotated[int | None, typer.Option(min=1, help="Assume rows this long.", show_default=False)] = None,
+    json_output: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Say what a recipe needs before it runs: memory by cause, batches, time. Exit code 2 where it does not fit."""
     config = fullshard.load_config(recipe, overrides or ())
-    result = fullshard.make_plan(config, ranks=ranks)
+    result = fullshard.make_plan(config, ranks=ranks, devices=devices, rows=rows, mean_tokens=mean_tokens)
     _print_json(result) if json_output else print(result.to_text())
 
 

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fullshard.errors import ConfigError
+from fullshard.words import answer_word
 
 OTHER_LORA_STARTS = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "orthogonal", "gaussian", "qalora", "lora+")
 QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
@@ -261,6 +262,9 @@ def _explain(problem: dict[str, Any]) -> str:
     place = [str(part) for part in problem["loc"] if str(part) not in ("str", "float", "list[str]")]
     key = ".".join(place) or "recipe"
     kind = problem["type"]
+    foreign = kind == "extra_forbidden" or (key, kind) == ("model", "model_type")
+    if foreign and (answer := answer_word(key, problem["input"])):
+        return answer
     if kind == "extra_forbidden":
         leaf_names = recipe_keys() + list(RunConfig.model_fields)
         nearest = difflib.get_close_matches(key, leaf_names, 1, 0.6)

@@ -133,6 +133,11 @@ def build_on_meta(path: str | Path, num_tokens: int = 0) -> nn.Module:
     config = read_config(path)
     text = config.get_text_config()
     text.vocab_size = max(text.vocab_size, num_tokens)
+    return build_from_config(config, path)
+
+
+def build_from_config(config: Any, path: str | Path) -> nn.Module:
+    """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -7,6 +7,7 @@ way, per device. Sources: shared notes "published_runs" section 4, which cites t
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform
 import re
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from fullshard.errors import PlanError
 
 GIB = 2**30
 
@@ -27,6 +30,11 @@ class Accelerator:
     bf16_flops: float  # per second, dense; 0.0 where the device has no bf16
     reachable: float  # largest matmul rate seen in practice, as a share of the peak
     link_bytes_per_second: float
+
+    @property
+    def name(self) -> str:
+        """As ``--devices`` takes it: 4090, a100-40gb, 910b3."""
+        return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend")
 
 
 # More special names come first: ("a100",) also fits the 40 GB card.
@@ -42,6 +50,10 @@ ACCELERATORS = (
     Accelerator(("a100", "40gb"), int(39.4 * GIB), 312e12, 0.87, 300e9),
     Accelerator(("a100", "pcie"), int(79.2 * GIB), 312e12, 0.81, 31e9),
     Accelerator(("a100",), int(79.14 * GIB), 312e12, 0.87, 300e9),
+    # A800: A100 with NVLink cut from 600 to 400 GB/s, both ways together (tweakers.net/nieuws/203182, after Reuters);
+    # usable GiB as in the messages of github.com/hahnyuan/PB-LLM/issues/3 and MoonshotAI/Kimi-VL/issues/51.
+    Accelerator(("a800", "pcie"), int(79.33 * GIB), 312e12, 0.81, 31e9),
+    Accelerator(("a800",), int(79.33 * GIB), 312e12, 0.87, 200e9),
     Accelerator(("l40s",), int(44.5 * GIB), 362e12, 0.80, 31e9),
     Accelerator(("a6000",), int(47.4 * GIB), 154.85e12, 0.80, 31e9),
     Accelerator(("rtx", "5090"), int(31.37 * GIB), 209.5e12, 0.80, 63e9),
@@ -67,6 +79,23 @@ def find_accelerator(device_name: str) -> Accelerator | None:
         if words.issuperset(accelerator.matched):
             return accelerator
     return None
+
+
+def parse_devices(text: str) -> tuple[int, Accelerator]:
+    """``4x4090``, ``8xa800-80g``, ``8x910b3-64g`` -> (count, card). PlanError with the nearest names where unknown."""
+    match = re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())
+    if not match:
+        raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")
+    count, name, size = match.groups()
+    cards = {card.name: card for card in ACCELERATORS}
+    card = cards.get(f"{name}-{size}gb") or cards.get(name)
+    if card is None:
+        nearest = difflib.get_close_matches(name, cards, 3, 0.4) or cards
+        raise PlanError(f"--devices {text}: no facts about a card {name!r}.", f"Nearest known: {', '.join(nearest)}")
+    if size and not 1 <= int(size) * GIB / card.usable_bytes <= 1.1:  # sold 80 GB, usable 79.3 GiB; sold 24, usable 22
+        usable = f"{card.name} has {card.usable_bytes / GIB:.1f} GiB usable"
+        raise PlanError(f"--devices {text}: the {usable}, not {size}.", f"--devices {count}x{card.name}")
+    return int(count), card
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Plan:
     seconds_low: float
     seconds_high: float
     notes: tuple[str, ...]
+    card: str = ""  # of --devices: the plan is for machines that are not here
+    is_assumed: bool = False  # rows and tokens were not read from any file
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for plan.json."""
@@ -48,10 +50,12 @@ class Plan:
     def to_lines(self) -> list[str]:
         """The report, line by line."""
         about = "~" if self.is_estimate else ""
-        counted = "estimated from file sizes" if self.is_estimate else "counted"
+        counted = "assumed" if self.is_assumed else "estimated from file sizes" if self.is_estimate else "counted"
+        place = f"{self.ranks} x {self.card or self.device}"
+        unchecked = " (from the card's facts; not checked against a measured run)" if self.card else ""
         recompute = "recomputed" if self.recompute else "kept"
         report = [
-            f"Plan: {self.method} on {self.ranks} x {self.device}, {self.precision}, activations {recompute},"
+            f"Plan: {self.method} on {place}, {self.precision}, activations {recompute},"
             f" micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}",
             f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
             f"Step: {self.batch}; {self.num_steps:,} steps",
@@ -66,7 +70,7 @@ class Plan:
         report += [
             f"Peaks: {peaks}",
             f"Fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use",
-            f"Time: {format_minutes(self.seconds_low, self.seconds_high)}",
+            f"Time: {format_minutes(self.seconds_low, self.seconds_high)}{unchecked}",
         ]
         return report + [f"Note: {note}" for note in self.notes]
 

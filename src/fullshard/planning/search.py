@@ -8,18 +8,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.errors import ConfigError, PlanError
-from fullshard.planning.hardware import find_accelerator, read_host
+from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.shape import AdapterShape, ModelShape, add_adapter_shape, shape_of
+from fullshard.planning.shape import AdapterShape, ModelShape, add_adapter_shape, build_for_plan, shape_of
 from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds
-from fullshard.planning.volume import Volume, read_volume
+from fullshard.planning.volume import Volume, assume_volume, read_volume
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
 DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
@@ -36,6 +37,7 @@ class Machine:
     memory_bytes: int  # of one accelerator, or of the whole host for the ranks of a CPU machine
     rates: Rates
     link_bytes_per_second: float | None
+    card: Accelerator | None = None  # of --devices: not this machine
 
     def usable_bytes(self, num_ranks: int) -> int:
         """Memory for one rank; the ranks of a CPU machine and their launcher share the host's."""
@@ -68,16 +70,32 @@ class Facts:
     volume: Volume
 
 
-def make_plan(config: RunConfig, ranks: int | None = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    ranks: int | None = None,
+    devices: str | None = None,
+    rows: int | None = None,
+    mean_tokens: int | None = None,
+) -> Plan:
     """Plan a recipe on this machine for ``ranks`` (default: what ``train`` would start). Trains nothing.
+
+    ``devices``: cards that need not be here, ``8xa800-80g``, one rank each; data files that are missing are assumed.
+    ``rows``, ``mean_tokens``: assume these instead of reading the data. A model id of planning/models needs no folder.
 
     Raises PlanError, with up to three changes that were checked to fit, where the job does not fit; ConfigError where
     rows are longer than the model's positions; ModelError and DataError for unusable inputs.
     """
     from fullshard.device import default_ranks
 
-    num_ranks = ranks or default_ranks()
-    facts = read_facts(config)
+    count, card = parse_devices(devices) if devices else (None, None)
+    num_ranks = count or ranks or default_ranks()
+    if ranks not in (None, num_ranks):
+        raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
+    files = [*config.train_files, *([config.data.eval] if isinstance(config.data.eval, str) else [])]
+    read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
+    facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
+    if card and (not card.bf16_flops or choose_precision(config, facts.machine) != "bf16"):
+        raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
     _require_positions(config, facts)
     choice = choose(config, num_ranks, facts)
     usable = facts.machine.usable_bytes(num_ranks)
@@ -86,15 +104,21 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> Plan:
     return _finish(config, num_ranks, facts, choice)
 
 
-def read_facts(config: RunConfig) -> Facts:
+def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volume | None = None) -> Facts:
     """Read the machine, the model's shape, the adapters' size (also of a full recipe: as the way out) and the data."""
-    from fullshard.model.load import build_on_meta, read_config
-
-    volume = read_volume(config)
-    num_tokens = read_config(config.model.path).get_text_config().vocab_size + len(config.model.add_tokens)
-    model = build_on_meta(config.model.path, num_tokens)
+    volume = volume or read_volume(config)
+    added = len(config.model.add_tokens)
+    model = build_for_plan(config.model.path, added)
     shape = shape_of(model)
-    return Facts(read_machine(), shape, add_adapter_shape(model, config.lora, bool(config.model.add_tokens)), volume)
+    adapters = add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
+    return Facts(machine_of(card) if card else read_machine(), shape, adapters, volume)
+
+
+def machine_of(card: Accelerator) -> Machine:
+    """A machine with this card, from its facts: the rate is the share of the peak that products reach in practice."""
+    kind = "npu" if card.matched[0].startswith("ascend") else "cuda"
+    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)
+    return Machine(kind, card.usable_bytes, rates, card.link_bytes_per_second, card)
 
 
 def read_machine() -> Machine:
@@ -227,9 +251,9 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[str,
         if train.optimizer == "adamw":
             found.append(("train.optimizer=sgd", {"train": {"optimizer": "sgd"}}, num_ranks))
     if facts.machine.kind != "cpu":
-        found += [
-            (f"--ranks {ranks} (more devices)", {}, ranks) for ranks in (2 * num_ranks, 4 * num_ranks, 8 * num_ranks)
-        ]
+        card = facts.machine.card
+        for more in (2 * num_ranks, 4 * num_ranks, 8 * num_ranks):
+            found.append((f"--devices {more}x{card.name}" if card else f"--ranks {more} (more devices)", {}, more))
     return found
 
 
@@ -320,12 +344,23 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         seconds_low=low,
         seconds_high=high,
         notes=tuple(_notes(config, facts, choice, precision)),
+        card=facts.machine.card.name if facts.machine.card else "",
+        is_assumed=bool(facts.volume.assumption),
     )
 
 
 def _notes(config: RunConfig, facts: Facts, choice: Choice, precision: str) -> Iterator[str]:
+    from fullshard.planning.shape import shipped_config
+
     rates, machine = facts.machine.rates, facts.machine
-    if facts.volume.is_estimate:
+    if machine.card:
+        facts_of_it = f"{machine.memory_bytes / GIB:.1f} GiB, {rates.bf16 / 1e12:.0f} TFLOP/s of bf16 reachable"
+        yield f"{machine.card.name}: {facts_of_it}, link {machine.card.link_bytes_per_second / 1e9:.0f} GB/s one way"
+    if shipped_config(config.model.path):
+        yield f"no folder {config.model.path} is here: the shape is from the config that fullshard ships for this id"
+    if facts.volume.assumption:
+        yield f"{facts.volume.assumption}; memory is for rows of {choice.job.longest:,} tokens"
+    elif facts.volume.is_estimate:
         yield (
             f"tokens are estimated (bytes / 4), memory is for rows of {choice.job.longest:,} tokens;"
             " fullshard prepare counts exactly"

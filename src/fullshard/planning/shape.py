@@ -6,9 +6,11 @@ guessed at.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config import LoraSection
@@ -42,6 +44,30 @@ class ModelShape:
     eager_attention: bool  # the family refuses fused attention, so scores of rows x rows exist
     max_positions: int | None
     largest_tensor: int
+
+
+def shipped_config(path: str) -> Path | None:
+    """The config shipped for a model id (``Qwen/Qwen3-8B``), where no folder of that name is here; else None."""
+    file = Path(__file__).parent / "models" / f"{path.replace('/', '--')}.json"
+    return file if file.is_file() and not Path(path).expanduser().exists() else None
+
+
+def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
+    """The model on the meta device, from its folder or from a shipped config, its vocabulary ``num_added`` tokens larger.
+
+    ModelError where there is neither.
+    """
+    from transformers import AutoConfig
+
+    from fullshard.model.load import build_from_config, read_config
+
+    shipped = shipped_config(path)
+    if shipped is None:
+        config = read_config(path)
+    else:
+        config = AutoConfig.for_model(**json.loads(shipped.read_text(encoding="utf-8"))["config"])
+    config.get_text_config().vocab_size += num_added
+    return build_from_config(config, path)
 
 
 def shape_of(model: nn.Module) -> ModelShape:

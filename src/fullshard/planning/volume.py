@@ -9,10 +9,12 @@ import numpy as np
 
 from fullshard.config import DataSection, RunConfig
 from fullshard.data.sources import Row, read_lines, read_rows
+from fullshard.errors import PlanError
 from fullshard.run_folder import CONFIG, PREPARED, read_json
 
 BYTES_PER_TOKEN = 4  # English text in the vocabularies of today's models
 TEMPLATE_TOKENS = 6  # what a chat template puts around one message
+ASSUMED_ROWS = 10_000
 READ_WHOLE_BYTES = 64 << 20  # larger files are counted by lines, not read as rows
 
 
@@ -25,6 +27,7 @@ class Volume:
     eval_rows: int
     eval_tokens: int
     is_estimate: bool
+    assumption: str = ""  # in words, where no file was read
 
     @property
     def longest(self) -> int:
@@ -46,6 +49,17 @@ def read_volume(config: RunConfig) -> Volume:
         if len(lengths) > count:
             eval_lengths, lengths = lengths[:count], lengths[count:]
     return Volume(lengths, supervised, len(eval_lengths), int(eval_lengths.sum()), True)
+
+
+def assume_volume(config: RunConfig, rows: int | None, mean_tokens: int | None) -> Volume:
+    """Rows of one length each, without a look at the files. Default: 10,000 rows of half of data.max_length."""
+    rows, tokens, limit = rows or ASSUMED_ROWS, mean_tokens or config.data.max_length // 2, config.data.max_length
+    if tokens > limit:
+        raise PlanError(f"--mean-tokens {tokens:,} is above data.max_length, {limit:,}.", f"data.max_length={tokens}")
+    held_out = int(rows * (config.data.eval if isinstance(config.data.eval, float) else 0.05 * bool(config.data.eval)))
+    words = f"no data was read: {rows:,} rows of {tokens:,} tokens are assumed; set --rows and --mean-tokens"
+    share = 1.0 if config.data.loss_on == "all" else 0.5
+    return Volume(np.full(rows - held_out, tokens), share, held_out, held_out * tokens, True, words)
 
 
 def _is_prepared_for(run: Path, config: RunConfig) -> bool:

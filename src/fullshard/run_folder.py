@@ -45,9 +45,15 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read_json(path: Path) -> Any:
-    """Read one JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON file that holds an object. Raises ConfigError where it is damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}.", "Put the whole file back.") from None
+    return value
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -22,6 +23,7 @@ HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 CHECKPOINTS = "checkpoints"
 MERGED = "merged"
 PREPARED = "prepared"  # tokenised data, one sub-folder a split
+LOCK = "lock"  # held by the rank 0 that trains, with its process id
 ERRORS = "errors"  # one file per rank that failed
 
 
@@ -34,6 +36,27 @@ def write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def claim_run(run: Path) -> IO[str]:
+    """Lock ``run`` for this process until the returned file is closed or the process ends, killed or not.
+
+    Raises ConfigError where another process trains it: two would write the same checkpoints.
+    """
+    lock = open(run / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - it stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        process = lock.read().strip()
+        lock.close()
+        raise ConfigError(
+            f"{run} is being trained now, by process {process}.", f"Wait, or end it: kill {process}"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 import tempfile
@@ -341,6 +342,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
     code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal that knows no Chinese is no reason to fail
     try:
         typer.main.get_command(app).main(args=arguments, prog_name="fullshard")
         code = 0
@@ -352,7 +355,10 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as problem:
         if debug:
             traceback.print_exc()
-        if problem.filename is None:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            _report(UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again."))
+            code = 2
+        elif problem.filename is None:
             print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
         else:
             _report(UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights."))

@@ -1,18 +1,20 @@
 """The recipe: every key, its unit, its default and its meaning. Imports neither torch nor transformers.
 
-``load_config(path, overrides)`` reads YAML, applies ``key=value`` overrides and returns a frozen ``RunConfig``, or raises
-one ConfigError that lists every problem at once.
+``load_config(path, overrides)`` reads YAML, applies ``key=value`` overrides and returns a frozen ``RunConfig``, or
+raises one ConfigError that lists every problem at once.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import reprlib
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fullshard.errors import ConfigError
 from fullshard.words import answer_word
@@ -33,6 +35,16 @@ class Section(BaseModel):
     """A part of the recipe: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: object, info: ValidationInfo) -> object:
+        """A truth value is no number, and NUL is in no path; both would be taken for something else without a word."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError(f"needs a value of its own, not {str(value).lower()}")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"holds a NUL character; it is {value!r}")
+        return value
 
 
 class ModelSection(Section):
@@ -61,7 +73,7 @@ class DataSection(Section):
     eval: str | float | None = Field(
         default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
     )
-    max_length: int = Field(default=1024, ge=4, description="Longest row in tokens.")
+    max_length: int = Field(default=1024, ge=4, le=2**24, description="Longest row in tokens.")
     packing: bool = Field(default=False, description="Lay several rows into one sequence; they never see each other.")
     columns: dict[str, str] | None = Field(
         default=None, description="Which column plays which part: {question: user, answer: assistant} or {body: text}."
@@ -78,7 +90,7 @@ class DataSection(Section):
 class LoraSection(Section):
     """LoRA settings, used when method is lora."""
 
-    rank: int = Field(default=16, ge=1, description="Rank of the adapter matrices.")
+    rank: int = Field(default=16, ge=1, le=2**16, description="Rank of the adapter matrices.")
     alpha: float = Field(default=32.0, gt=0, description="Scale: the update is alpha / rank * B A.")
     targets: str | list[str] = Field(
         default="all-linear", description='Module names to adapt ("q_proj"), or "all-linear" (all but the head).'
@@ -102,7 +114,7 @@ class LoraSection(Section):
 class TrainSection(Section):
     """The training loop."""
 
-    epochs: float = Field(default=1.0, gt=0, description="Passes over the training rows.")
+    epochs: float = Field(default=1.0, gt=0, le=10_000, description="Passes over the training rows.")
     max_steps: int | None = Field(default=None, ge=1, description="Stop after this many steps even if rows are left.")
     learning_rate: float | None = Field(
         default=None, gt=0, description="Peak learning rate. Default: 1e-4 for lora, 1e-5 for full."
@@ -175,6 +187,11 @@ class RunConfig(Section):
         for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
             if not value or not all(value):
                 raise ValueError(f"{name} is empty")
+        if self.data.columns == {}:
+            raise ValueError("data.columns is empty; leave it out where the columns are known by themselves")
+        output, model = os.path.realpath(self.output), os.path.realpath(os.path.expanduser(self.model.path))
+        if os.path.commonpath([output, model]) == model:
+            raise ValueError(f"output {self.output} lies in the model folder {self.model.path}; choose another")
         if self.method == "full" and "lora" in self.model_fields_set:
             raise ValueError("the section lora is set but method is full; remove it or set method: lora")
         return self
@@ -207,6 +224,30 @@ def recipe_schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML in which a key occurs once, 1e-4 is a number, and no alias repeats a part (bombs are made of them)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                None, None, "aliases (*name) are not read; write it out", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in names[:place]:
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value} stands here twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)  # the last three: !!int abc
+
+
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config.
 
@@ -217,8 +258,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not path.is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
+    except YAML_ERRORS as error:
         raise ConfigError(f"{path} is not readable YAML: {error}", "See examples/ for complete recipes.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no keys.", "See examples/ for complete recipes.")
@@ -242,19 +283,22 @@ def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfi
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    if not separator or not key:
+    parts = key.split(".")
+    if not separator or not all(parts):
         raise ConfigError(f"{override!r} is not an override.", "Write key=value, for example train.epochs=3")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _RecipeLoader)
+    except YAML_ERRORS:
         raise ConfigError(f"The value in {override!r} is not readable YAML.", "Quote it: 'key=\"value\"'") from None
-    parts = key.split(".")
     place = values
     for part in parts[:-1]:
-        inner = place.setdefault(part, {})
-        if not isinstance(inner, dict):
-            inner = place[part] = {}
-        place = inner
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise ConfigError(
+                f"{override!r}: {part} is {reprlib.repr(place)} in the recipe, not a section.", "Mend it there."
+            )
     place[parts[-1]] = value
 
 
@@ -281,4 +325,4 @@ def _explain(problem: dict[str, Any]) -> str:
     message = message[0].lower() + message[1:]
     if kind == "value_error" or key == "recipe":
         return message if key == "recipe" else f"{key}: {message}"
-    return f"{key}: {message}; it is {problem['input']!r}"
+    return f"{key}: {message}; it is {reprlib.repr(problem['input'])}"

@@ -47,3 +47,20 @@ ERROR_TYPES = {
     error.__name__: error
     for error in (UserError, ConfigError, DataError, ModelError, PlanError, CheckpointError, MergeError, TrainError)
 }
+
+
+class Blame:
+    """``with Blame(ModelError, "No usable tokenizer in x", hint):`` - whatever a foreign reader raises becomes that error.
+
+    Tokenizers and chat templates raise anything, a bare Exception too. A UserError passes.
+    """
+
+    def __init__(self, kind: type[UserError], message: str, hint: str) -> None:
+        self.kind, self.message, self.hint = kind, message, hint
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            raise self.kind(f"{self.message}: {first}", self.hint) from error

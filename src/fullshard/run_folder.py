@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -22,6 +23,7 @@ HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 CHECKPOINTS = "checkpoints"
 MERGED = "merged"
 PREPARED = "prepared"  # tokenised data, one sub-folder a split
+LOCK = "lock"  # held by the rank 0 that trains, with its process id
 ERRORS = "errors"  # one file per rank that failed
 
 
@@ -36,6 +38,27 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def claim_run(run: Path) -> IO[str]:
+    """Lock ``run`` for this process until the returned file is closed or the process ends, killed or not.
+
+    Raises ConfigError where another process trains it: two would write the same checkpoints.
+    """
+    lock = open(run / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - it stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        process = lock.read().strip()
+        lock.close()
+        raise ConfigError(
+            f"{run} is being trained now, by process {process}.", f"Wait, or end it: kill {process}"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
 def sync_folder(folder: Path) -> None:
     """fsync a folder, so that a rename inside it outlives a crash."""
     handle = os.open(folder, os.O_RDONLY)
@@ -45,9 +68,15 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read_json(path: Path) -> Any:
-    """Read one JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON file that holds an object. Raises ConfigError where it is damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}.", "Put the whole file back.") from None
+    return value
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

@@ -104,14 +104,18 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
-    manifest = manifest_from_json(read_json(path))
-    for name, facts in manifest.files.items():
+    try:
+        manifest = manifest_from_json(read_json(path))
+        sizes = {name: int(facts["bytes"]) for name, facts in manifest.files.items()}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", "Use another step.") from None
+    for name, size in sizes.items():
         file = folder / name
-        if not file.is_file():
+        if Path(name).name != name or not file.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
-        if file.stat().st_size != facts["bytes"]:
+        if file.stat().st_size != size:
             raise CheckpointError(
-                f"{file} is damaged: {file.stat().st_size} bytes, the manifest says {facts['bytes']}.",
+                f"{file} is damaged: {file.stat().st_size} bytes, the manifest says {size}.",
                 "Use another step.",
             )
     for stored in manifest.tensors:

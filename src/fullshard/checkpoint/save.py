@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, check_cover, hash_file
-from fullshard.errors import CheckpointError
+from fullshard.errors import Blame, CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, sync_folder, write_json
@@ -38,20 +38,23 @@ def save_checkpoint(
     """
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")
+    written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")
     if ranks.is_first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        with written:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
     ranks.barrier()
     part = f"part_{ranks.rank:05d}.safetensors"
     tensors, described = _local_ranges(sharded, moments, ranks, part)
-    files = {}
-    if tensors:
-        save_file(tensors, temporary / part)
-        _check_written(temporary / part, tensors)
-        files[part] = _settle(temporary / part)
+    parts = {part: tensors} if tensors else {}
     if ranks.is_first:
-        save_file({name: value.contiguous() for name, value in proof.items()}, temporary / PROOF)
-        files[PROOF] = _settle(temporary / PROOF)
+        parts[PROOF] = {name: value.contiguous() for name, value in proof.items()}
+    files = {}
+    for name, content in parts.items():
+        with written:
+            save_file(content, temporary / name)
+            _check_written(temporary / name, content)
+            files[name] = _settle(temporary / name)
     gathered = ranks.gather_objects((described, files))
     if ranks.is_first:
         manifest = Manifest(
@@ -62,8 +65,9 @@ def save_checkpoint(
             {name: value for _, files in gathered for name, value in files.items()},
             facts["trainer"],
         )
-        write_json(temporary / MANIFEST, manifest.to_json())
-        sync_folder(temporary)
+        with written:
+            write_json(temporary / MANIFEST, manifest.to_json())
+            sync_folder(temporary)
         old = final.with_name(f".{final.name}.old")
         if final.exists():  # set aside, not deleted, until the new one is in place
             os.replace(final, old)

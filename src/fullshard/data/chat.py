@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import DataError, ModelError
+from fullshard.errors import Blame, DataError, ModelError
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_TEMPLATE_HINT = (
@@ -58,13 +58,12 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
     """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none."""
     from transformers import AutoTokenizer
 
-    try:
+    with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         tokenizer.add_tokens(list(add_tokens))
+        if tokenizer.chat_template:  # one text, or several of which one is the default
+            tokenizer.get_chat_template().encode()
         return tokenizer
-    except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"No usable tokenizer in {path}: {first}", "The folder needs tokenizer.json.") from None
 
 
 def added_ids(tokenizer: Any, add_tokens: Sequence[str]) -> tuple[int, ...]:
@@ -164,17 +163,13 @@ class Renderer:
 
     def text(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
         """The conversation as the template writes it. Raises DataError with the template's own complaint."""
-        from jinja2 import TemplateError
-
         if not self.tokenizer.chat_template:
             raise DataError("The model has no chat template, but the rows are conversations.", NO_TEMPLATE_HINT)
         if not messages:
             raise DataError("The conversation begins with the assistant.", "Put a user message first.")
-        try:
+        roles = ", ".join(message["role"] for message in messages)
+        with Blame(DataError, f"The chat template refuses the roles {roles}", "Change the rows."):
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"The chat template refuses the roles {roles}: {error}", "Change the rows.") from None
 
     def encode(self, text: str) -> Encoded:
         """Token ids of a rendered text; special tokens are in the text already, so none is added."""

@@ -86,12 +86,12 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
         chat.check_tokenizer(tokenizer, num_embeddings)
     train, held_out = _read_splits(config)
     key = _input_key(config, tokenizer, train, held_out)
-    if (folder / DATA).is_file():
-        known = read_json(folder / DATA)
-        if known.get("key") == key:
-            return known
-    elif folder.exists() and any(folder.iterdir()):
+    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
+    known = read_json(folder / DATA) if DATA in inside else {}
+    if inside and ("key" not in known or not inside <= {DATA, "train", "eval"}):  # a run folder has a data.json too
         raise DataError(f"{folder} exists and holds something else than prepared data.", "Choose another folder.")
+    if known.get("key") == key:
+        return known
     temporary = _fresh(folder.with_name(f".{folder.name}.{os.getpid()}.tmp"))
     try:
         result = _prepare_into(temporary, config, tokenizer, (train, held_out), num_embeddings, progress)

@@ -75,7 +75,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     missing file and for bytes that are not UTF-8.
     """
     if not path.is_file():
-        kind = "is a folder, not a file" if path.is_dir() else "does not exist"
+        kind = (
+            "is a folder, not a file" if path.is_dir() else "is no ordinary file" if path.exists() else "does not exist"
+        )
         raise DataError(f"Data file {path} {kind}.", "Check data.train and data.eval in the recipe.")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -90,6 +92,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{path}:{number}: byte {error.start + 1} is not UTF-8 (0x{line[error.start]:02x}).",
                     "Save the file as UTF-8.",
                 ) from None
+            if "\0" in text:  # UTF-16 without its mark, or a hole that a crash left
+                raise DataError(f"{path}:{number}: a NUL byte, so this is no UTF-8 text.", "Save the file as UTF-8.")
             yield number, text.removesuffix("\n").removesuffix("\r")
 
 
@@ -132,22 +136,36 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            place = line[max(0, error.pos - 20) : error.pos + 20] or "the end of the line"
-            raise DataError(
-                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}): found {place!r}.",
-                "Every line must be one whole JSON object.",
-            ) from None
-        except RecursionError:
-            raise DataError(f"{path}:{number}: nested too deeply.", "Every line must be one JSON object.") from None
+            record = DECODER.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(error, path, number, "Every line must be one whole JSON object.") from None
         yield number, _require_object(record, f"{path}:{number}")
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that stands in it twice is refused, since all but the last value would be lost."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} stands twice in an object")
+    return record
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
+def _not_json(error: ValueError | RecursionError, path: Path, line: int, hint: str) -> DataError:
+    """The DataError for what the decoder raised: no JSON, a key twice, 5,000 digits, or nested too deeply."""
+    if isinstance(error, json.JSONDecodeError):
+        found = error.doc[max(0, error.pos - 20) : error.pos + 20] or "the end"
+        return DataError(f"{path}:{line}: not JSON ({error.msg} at column {error.colno}): found {found!r}.", hint)
+    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return DataError(f"{path}:{line}: {reason}.", hint)
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON list, each with the line on which it begins."""
     text = "\n".join(line for _, line in read_lines(path))
-    decoder = json.JSONDecoder()
     place = _skip_space(text, 0)
     if place == len(text):
         return
@@ -158,21 +176,21 @@ def _read_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         )
     place = _skip_space(text, place + 1)
     line, counted = 1, 0
-    while text[place : place + 1] != "]":
+    more = text[place : place + 1] != "]"
+    while more:
         line, counted = line + text.count("\n", counted, place), place
         try:
-            record, place = decoder.raw_decode(text, place)
-        except json.JSONDecodeError as error:
-            found = text[max(0, error.pos - 20) : error.pos + 20] or "the end of the file"
-            raise DataError(
-                f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}): found {found!r}.",
-                "A .json file must hold one list of objects.",
-            ) from None
+            record, place = DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            number = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            raise _not_json(error, path, number, "A .json file must hold one list of objects.") from None
         yield line, _require_object(record, f"{path}:{line}")
         place = _skip_space(text, place)
         if text[place : place + 1] == ",":
             place = _skip_space(text, place + 1)
-        elif text[place : place + 1] != "]":
+        elif text[place : place + 1] == "]":
+            more = False
+        else:
             line = 1 + text.count("\n", 0, place)
             found = text[place : place + 20] or "the end of the file"
             raise DataError(f"{path}:{line}: expected ',' or ']', found {found!r}.", "Repair the JSON list.")
@@ -207,6 +225,8 @@ def _read_paragraphs(path: Path) -> Iterator[tuple[int, str]]:
 def _require_object(record: Any, origin: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{origin}: found {_kind(record)}, expected an object with columns.", SHAPES_HINT)
+    for name in record:
+        _require_text(name, f"the column name {name!r}", origin)
     return record
 
 

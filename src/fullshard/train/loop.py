@@ -21,7 +21,7 @@ from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everythi
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.model.adapters import adapter_settings
 from fullshard.ranks import Ranks
-from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, write_json
+from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, write_json
 from fullshard.train.held_out import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog
 from fullshard.train.optimizer import (
@@ -64,6 +64,7 @@ def run_rank(
     has_eval = (run / PREPARED / "eval").is_dir()
     held_out = open_prepared(run / PREPARED, "eval") if has_eval else None
     steps = windows_of_run(data.lengths, config.train)
+    lock = claim_run(run) if ranks.is_first else None
     log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet)
     try:
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
@@ -84,6 +85,8 @@ def run_rank(
         ranks.barrier()  # the result is there for whoever returns from here
     finally:
         log.close()
+        if lock is not None:
+            lock.close()
 
 
 class Trainer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tiny_models import K2_TEMPLATE, VOCABULARY, ids_of, make_tokenizer
 
@@ -247,4 +249,42 @@ def test_a_pad_token_outside_the_table_is_refused(tokenizer_with):
 
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(ModelError, match="No usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ 'x' * 10 ** 14 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ cycler() }}",
+        "{% generation %}{{ 1 / 0 }}{% endgeneration %}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal(byte_tokenizer, template):
+    byte_tokenizer.chat_template = template
+    with pytest.raises(DataError, match="refuses the roles user, assistant"):
+        Renderer(byte_tokenizer, "assistant").chat(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "null"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {}}'),  # tokenizers raise a bare Exception
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", "null"),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("tokenizer_config.json", '{"chat_template": {"other": "x"}}'),
+    ],
+)
+def test_a_damaged_tokenizer_folder_is_named(tmp_path, name, content):
+    make_tokenizer(tmp_path, chat_template=None)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=re.escape(f"No usable tokenizer in {tmp_path}: ")):
         load_tokenizer(tmp_path)

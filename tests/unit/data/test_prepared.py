@@ -258,3 +258,25 @@ def test_every_layout_has_the_same_targets(k1_folder, tmp_path):
                     targets += sum(int((batch.labels != -100).sum()) for batch in batches)
             assert sorted(rows) == list(range(23))
             assert targets == data.supervised.sum() == np.sum([2 + i % 9 for i in range(23)])
+
+
+def test_prepare_never_replaces_a_run_folder_or_a_folder_of_the_user(tmp_path, k1_folder):
+    """Both may hold a data.json; what lies beside it would be deleted."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "red blue"}\n')
+    values = {"model": {"path": str(k1_folder)}, "data": {"train": str(rows)}, "output": str(tmp_path / "x")}
+    config = config_from_dict(values)
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    prepare(config, run)
+    (run / "checkpoints").mkdir()
+    changed = config_from_dict(values | {"train": {"seed": 5}})
+    mine.mkdir()
+    (mine / "data.json").write_text('{"a": 1}')
+    (tmp_path / "file").write_text("x")
+    for folder in (run, mine, tmp_path / "file"):
+        for recipe in (config, changed):
+            with pytest.raises(DataError, match="holds something else"):
+                prepare(recipe, folder)
+    assert (run / "checkpoints").is_dir() and (mine / "data.json").is_file()
+    (run / "checkpoints").rmdir()
+    assert prepare(changed, run)["key"] != prepare(config, run)["key"]  # prepared data itself is made anew

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import pytest
 from hypothesis import given
@@ -74,7 +76,7 @@ def test_bom_crlf_blank_lines_and_unicode_line_separators(write):
 
 
 @given(
-    st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))),
+    st.lists(st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]))),
     st.sampled_from(["\n", "\r\n"]),
 )
 def test_lines_come_back_as_they_were(tmp_path_factory, lines, end):
@@ -156,3 +158,42 @@ def test_missing_file_and_folder(tmp_path):
         read_rows(tmp_path / "none.jsonl", section())
     with pytest.raises(DataError, match="is a folder"):
         list(read_lines(tmp_path))
+
+
+ROW = '{"question": "red", "answer": "blue"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"question": "red", "question": "sea", "answer": "b"}', "the key 'question' stands twice"),
+        ("a.json", '[{"messages": [{"role": "user", "role": "assistant"}]}]', "the key 'role' stands twice"),
+        ("a.json", '[{"text": ' + "[" * 100_000, "nested too deeply"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000, "nested too deeply"),
+        ("a.jsonl", '{"text": "red", "x": ' + "1" * 5000 + "}", "4300 digits"),
+        ("a.json", '[{"text": "red", "x": ' + "1" * 5000 + "}]", "4300 digits"),
+        ("a.jsonl", '{"text": "red", "\\ud800": 1}', "half a surrogate pair"),
+        ("a.json", f"[{ROW},]", "not JSON (Expecting value at column 40)"),
+        ("a.jsonl", f"{ROW}\r{ROW}", "not JSON (Extra data at column 39)"),
+        ("a.txt", "red\0blue", "a NUL byte"),
+    ],
+)
+def test_what_would_be_read_otherwise_than_written_is_refused(write, name, content, message):
+    path = write(name, content)
+    with pytest.raises(DataError, match=re.escape(f"{path}:1: ")) as caught:
+        read_rows(path, section())
+    assert message in caught.value.message
+
+
+def test_utf_16_without_its_mark_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("red blue".encode("utf-16-le"))
+    with pytest.raises(DataError, match="NUL byte"):
+        read_rows(path, section())
+
+
+def test_a_pipe_is_refused_and_never_waited_for(tmp_path):
+    path = tmp_path / "a.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is no ordinary file"):
+        read_rows(path, section())

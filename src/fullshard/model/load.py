@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from fullshard.device import ATTENTION
 from fullshard.errors import ModelError
 from fullshard.model.names import file_name_of, is_adapter
 
@@ -115,6 +116,12 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def attention_for(config: Any) -> str:
+    """The attention to ask transformers for: the device's, or "eager" for families without it (gemma2, gpt_oss)."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return ATTENTION if getattr(family, "_supports_sdpa", True) else "eager"
+
+
 def build_on_meta(path: str | Path) -> nn.Module:
     """The model with parameters (fp32) on the meta device and its non-persistent buffers real and right, on CPU.
 
@@ -124,7 +131,9 @@ def build_on_meta(path: str | Path) -> nn.Module:
     config = read_config(path)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention_for(config)
+            )
     except ValueError as error:
         raise ModelError(f"{path}: {str(error).splitlines()[0]}", "A causal language model is needed.") from None
     with torch.no_grad():
@@ -190,5 +199,6 @@ def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn
     """The whole model in this process (eval mode, ``dtype``) and its tokenizer."""
     folder = check_model_folder(path)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    attention = attention_for(read_config(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.eval(), load_tokenizer(folder)

@@ -98,27 +98,29 @@ def read_facts(config: RunConfig) -> Facts:
 
 def read_machine() -> Machine:
     """This machine's kind of device, free memory, rates and links."""
-    import torch
-
-    from fullshard.device import device_kind
+    from fullshard.device import device_kind, device_memory, device_name
 
     kind = device_kind()
     host = read_host()
     rates = measure_rates(kind, host.cores)
     if kind == "cpu":
         return Machine(kind, host.available_bytes, rates, None)
-    name = torch.get_device_module(kind).get_device_name(0)
-    known = find_accelerator(name)
-    free, total = torch.accelerator.get_memory_info(0)
+    known = find_accelerator(device_name())
+    free, total = device_memory()
     return Machine(kind, min(free, total), rates, known.link_bytes_per_second if known else 31e9)
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
-    """The recipe's precision; auto: bf16 on accelerators, on a CPU where its timed product is at least 1.2 x faster."""
+    """The recipe's precision; auto: bf16 on accelerators that have it, on a CPU where it is timed 1.2 x faster.
+
+    ConfigError where bf16 is asked of an accelerator without it.
+    """
+    if config.train.precision == "bf16" and not machine.rates.bf16:
+        raise ConfigError("train.precision=bf16: this accelerator has no bf16.", "Set train.precision=fp32")
     if config.train.precision != "auto":
         return config.train.precision
     if machine.kind != "cpu":
-        return "bf16"
+        return "bf16" if machine.rates.bf16 else "fp32"
     return "bf16" if machine.rates.bf16 > 1.2 * machine.rates.fp32 else "fp32"
 
 

@@ -8,7 +8,7 @@ import functools
 import importlib
 import os
 import sys
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import psutil
@@ -22,8 +22,8 @@ ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the 
 
 @functools.cache
 def load_npu_backend() -> None:
-    """Import torch_npu where torch has not (TORCH_DEVICE_BACKEND_AUTOLOAD=0), but beside no other accelerator: it refuses
-    to share a process. Raises ConfigError where it cannot be loaded: nearly always a shell without CANN's set_env.sh.
+    """Import torch_npu where torch has not (TORCH_DEVICE_BACKEND_AUTOLOAD=0), but never beside another
+    accelerator. Raises ConfigError where it cannot be loaded: nearly always a shell without CANN's set_env.sh.
     """
     if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
         return
@@ -86,7 +86,9 @@ def torch_build() -> str:
         return f"CUDA {torch.version.cuda}"
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
-    return f"CPU + torch_npu {metadata.version('torch_npu')}" if util.find_spec("torch_npu") else "CPU"
+    load_npu_backend()
+    torch_npu = sys.modules.get("torch_npu")
+    return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
 
 
 def has_unused_accelerator() -> bool:

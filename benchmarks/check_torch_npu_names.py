@@ -6,8 +6,8 @@ Without --wheel the wheel of the version that fits the torch in constraints.txt 
 found in src/fullshard/device.py, the only module that may use them. The result goes to
 benchmarks/results/npu_names_VERSION_DATE.json; exit code 1 where a name is missing.
 
-torch_npu accepts any attribute on its switch objects and ignores what it does not know, so an attribute counts as defined
-only where its class names it: as a method, a class attribute, or a string that ``__setattr__`` compares with.
+torch_npu accepts any attribute on its switch objects and ignores what it does not know, so an attribute counts as
+defined only where its class names it: as a method, a class attribute, or a string that ``__setattr__`` compares with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """device.py is the only door to an accelerator: no other module names a device, a backend or torch's device modules.
 
-Four rules, without an ignore list. What they leave out is named here: text for people ("see nvidia-smi or npu-smi") is no
-device string, since a device string is nothing but the device; product names in planning/hardware.py ("a100",
+Four rules, without an ignore list. What they leave out is named here: text for people ("see nvidia-smi or npu-smi") is
+no device string, since a device string is nothing but the device; product names in planning/hardware.py ("a100",
 "ascend910b3") are no device kinds; "cpu" may be named, since every machine has one and it is where code falls back to.
 """
 
@@ -35,8 +35,8 @@ def findings(tree: ast.AST) -> list[str]:
             if DEVICE_STRING.fullmatch(node.value):
                 found.append(f"line {node.lineno}: the string {node.value!r}")
             elif "import " in node.value:  # a program for another process
-                with_program = _parsed(node.value)
-                found += [f"line {node.lineno}: program, {inner}" for inner in (findings(with_program) if with_program else [])]
+                inner = findings(_parsed(node.value))
+                found += [f"line {node.lineno}: in a program, {finding}" for finding in inner]
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
             if name.split(".")[0] == "torch" and node.attr in DEVICE_MODULES:
@@ -51,11 +51,11 @@ def findings(tree: ast.AST) -> list[str]:
     return found
 
 
-def _parsed(text: str) -> ast.AST | None:
+def _parsed(text: str) -> ast.AST:
     try:
         return ast.parse(text)
-    except SyntaxError:
-        return None
+    except SyntaxError:  # a sentence
+        return ast.Module([], [])
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"device"}))
@@ -75,7 +75,8 @@ def test_device_py_is_seen_to_name_them():
         'dist.init_process_group("nccl")', 'backend = "cpu:gloo,npu:hccl"', 'kind in ("cpu", "npu")',
         'torch.device(f"cuda:{index}")', "import torch_npu", "from torch import cuda", "from torch.npu import matmul",
         "torch.get_device_module(kind).synchronize()", "torch.backends.cudnn.allow_tf32 = True",
-        'PROGRAM = "import torch; torch.ones(1, device=\'npu:0\')"', "torch.version.hip", "torch.accelerator.synchronize()",
+        'PROGRAM = "import torch; torch.ones(1, device=\'npu:0\')"', "torch.version.hip",
+        "torch.accelerator.synchronize()",
     ],
 )  # fmt: skip
 def test_what_the_rule_finds(line):

@@ -1,6 +1,6 @@
 """Every collective that a run asks for, as torch's dispatcher sees it: sums only, no fp64, on any backend.
 
-An average, a pre-multiplied sum and fp64 are what HCCL lacks or does in another way (docs/ascend.md), so none is asked for.
+An average, a pre-multiplied sum and fp64 are what HCCL lacks or does in another way (docs/ascend.md): nobody asks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tiny_models import make_model, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.config import config_from_dict
-
 
 REDUCTIONS = [name for name in dir(dist.ProcessGroup) if "reduce" in name and not name.startswith("__")]
 

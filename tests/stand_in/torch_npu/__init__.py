@@ -1,7 +1,8 @@
 """A recording stand-in for torch_npu: importing it gives torch a device "npu" on which nothing can be computed.
 
-It has the names that device.py uses, and those that transformers imports, under the types that torch_npu 2.13 gives them; a name that torch_npu
-would silently ignore (``torch.npu.matmul.allow_tf32``) is an error here. ``RECORD`` holds what was set and asked for.
+It has the names that device.py uses, and those that transformers imports, under the types that torch_npu 2.13 gives
+them; a name that torch_npu would silently ignore (``torch.npu.matmul.allow_tf32``) is an error here. ``RECORD`` holds
+what was set and asked for.
 """
 
 from __future__ import annotations

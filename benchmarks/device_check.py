@@ -64,7 +64,8 @@ def train_tiny(method: str, precision: str, ranks: int, optimizer: str = "sgd") 
             "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
             "method": method,
             "train": {
-                "global_batch": "4 rows", "epochs": 1, "optimizer": optimizer, "learning_rate": 0.1,
+                "global_batch": "4 rows", "epochs": 1, "optimizer": optimizer,
+                "learning_rate": 0.1 if optimizer == "sgd" else 1e-3,
                 "schedule": "constant", "warmup": 0, "clip_norm": 0, "precision": precision,
             },
             "output": str(folder / "run"),

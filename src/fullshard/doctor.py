@@ -131,7 +131,8 @@ def _check_build() -> Check:
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         return Check("torch build", "fail", f"torch cannot be used: {reason}", "Ascend: see docs/ascend.md")
     if unused:
-        return Check("torch build", "warn", f"{build}, but this machine has an accelerator", "Install torch for it.")
+        fix = "Install torch for it, or make it visible: CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES."
+        return Check("torch build", "warn", f"{build}; this machine has an accelerator that torch does not use", fix)
     if not torch.distributed.is_available():
         return Check("torch build", "fail", f"{build}, without torch.distributed", "Install torch's official wheel.")
     return Check("torch build", "ok", build)

@@ -97,3 +97,32 @@ def test_the_stand_in_has_the_same_names():
     stand_in = (ROOT / "tests" / "stand_in" / "torch_npu" / "__init__.py").read_text()
     for name in checker.used_names():
         assert name.rpartition(".")[2] in stand_in, name
+
+
+@pytest.mark.parametrize("page", ["docs/ascend.md", "docs/ascend.zh-CN.md"])
+def test_the_ascend_pages_say_what_device_py_does(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    version = checker.pinned_version()
+    assert f"torch=={version}" in text and f"torch-npu=={version}" in text
+    switches = [name for name in checker.used_names() if ".allow_" in name]
+    assert len(switches) == 3
+    for name in switches:
+        assert name.replace("torch_npu.npu.", "torch.npu.") in text, name
+    for word in (
+        "cpu:gloo,npu:hccl",
+        "sdpa",
+        "set_env.sh",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HCCL_CONNECT_TIMEOUT",
+        "910C",
+    ):
+        assert word in text, word
+    missing = [name for name in re.findall(r"`((?:src|benchmarks)/[\w./-]+)`", text) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_both_ascend_pages_have_the_same_shape():
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/ascend.md", "docs/ascend.zh-CN.md")]
+    for pattern in (r"^## ", r"^\|", r"^- ", r"^```bash\n(?:.*\n)*?```"):
+        counts = [len(re.findall(pattern, text, re.M)) for text in pages]
+        assert counts[0] == counts[1] > 0, pattern

@@ -6,7 +6,7 @@
 - parity: tiny random models, full and LoRA, in fp32: the losses of all ranks against one rank's on the same device
   (relative 1e-5); with a single accelerator a repeated run instead, bit for bit. On an accelerator also against this
   machine's CPU (relative 1e-4: other kernels).
-- precision: fp32 and bf16 each train to a finite loss, bf16 within 5% of fp32; a mode that the device lacks is
+- precision: fp32 and bf16 each train to a finite loss, bf16 within 0.2% of fp32; a mode that the device lacks is
   "refused".
 - quickstart: ``fullshard quickstart``, the main job with a real model.
 
@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
 STEPS = ("doctor", "parity", "precision", "quickstart")
 LIMIT_SECONDS = 1200
-SAME_DEVICE, OTHER_DEVICE, BF16 = 1e-5, 1e-4, 5e-2  # largest relative difference of a loss
+SAME_DEVICE, OTHER_DEVICE, BF16 = 1e-5, 1e-4, 2e-3  # largest relative difference of a loss
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}  # the CPU of the same machine
 
 
@@ -96,11 +96,15 @@ def difference(losses: list[float], wanted: list[float]) -> float:
 
 
 def check_doctor(context: dict[str, Any]) -> dict[str, Any]:
-    """The doctor's own findings."""
+    """The doctor's own findings, without those that hold a path of this machine's owner."""
     from fullshard.doctor import check_machine
 
     report = check_machine()
-    return {"ok": report.healthy, **report.to_json()}
+    checks = [{"name": check.name, "ok": check.ok, "finding": check.finding} for check in report.checks]
+    for check in checks:
+        if re.search(r"(^|[\s(])/\w", check["finding"]):
+            del check["finding"]
+    return {"ok": report.healthy, "checks": checks}
 
 
 def check_parity(context: dict[str, Any]) -> dict[str, Any]:
@@ -162,8 +166,6 @@ CHECKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def device_facts() -> dict[str, Any]:
     """Kind, name, number and memory of the device that would train, and the versions that drive it."""
-    import torch
-
     from fullshard import device
     from fullshard.planning.hardware import read_host
 
@@ -177,7 +179,7 @@ def device_facts() -> dict[str, Any]:
         "memory_bytes": host.total_bytes if kind == "cpu" else device.device_memory()[1],
         "torch_build": device.torch_build(),
         "bf16": device.supports_bf16(),
-        "versions": {name: metadata.version(name) for name in packages} | {"torch_full": torch.__version__},
+        "versions": {name: metadata.version(name) for name in packages},
     }
 
 

@@ -68,7 +68,7 @@ def _cells(record: dict[str, Any], words: dict[str, Any]) -> list[str]:
         for step in ("doctor", "parity", "quickstart")
     ]
     precisions = [words[modes[mode]] if mode in modes else "-" for mode in ("fp32", "bf16")]
-    return [f"{count}{device['name']}", record["date"], *results[:2], *precisions, results[2]]
+    return [f"{count}{device['name'].removeprefix('CPU ')}", record["date"], *results[:2], *precisions, results[2]]
 
 
 def _word(ok: bool, words: dict[str, Any]) -> str:

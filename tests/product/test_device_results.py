@@ -54,7 +54,6 @@ def test_tables_are_written_between_the_markers(tmp_path):
 
 
 def test_a_check_writes_its_record(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(device_check, "check_doctor", None)
     monkeypatch.setitem(device_check.CHECKS, "doctor", lambda context: {"ok": True, "checks": []})
     assert device_check.main(["--only", "doctor", "--output", str(tmp_path)]) == 0
     written = json.loads(next(tmp_path.glob("device-cpu-*.json")).read_text())
@@ -92,6 +91,16 @@ def test_parity_is_judged(monkeypatch, kind, ranks, off, to_cpu, fine):
     found = device_check.check_parity({"kind": kind, "ranks": ranks})
     assert found["ok"] == fine
     assert ("difference_to_cpu" in found["full"]) == (kind != "cpu")
+
+
+def test_the_doctors_findings_are_kept_without_paths(monkeypatch):
+    from fullshard.doctor import Check, MachineReport
+
+    checks = (Check("cores", "ok", "2 (AMD)"), Check("cache", "ok", "/home/li/.cache can be written"))
+    monkeypatch.setattr("fullshard.doctor.check_machine", lambda: MachineReport(checks))
+    found = device_check.check_doctor({})
+    assert found["ok"] and found["checks"][0]["finding"] == "2 (AMD)"
+    assert found["checks"][1] == {"name": "cache", "ok": "ok"}
 
 
 def test_differences():

@@ -129,6 +129,14 @@ def test_a_torch_npu_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
     assert "set_env.sh" in caught.value.hint
 
 
+def test_torch_npu_is_left_alone_beside_another_accelerator(tmp_path, monkeypatch):
+    """It would refuse to share the process."""
+    monkeypatch.syspath_prepend(broken_torch_npu(tmp_path))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    device.load_npu_backend.__wrapped__()
+    assert "torch_npu" not in sys.modules
+
+
 def test_doctor_names_a_torch_that_cannot_be_imported(tmp_path):
     """With autoload on, `import torch` itself fails: a finding, not a traceback."""
     variables = environment(broken_torch_npu(tmp_path), autoload="1")

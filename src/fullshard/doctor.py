@@ -73,28 +73,14 @@ class MachineReport:
 
 
 def check_machine() -> MachineReport:
-    """Run every check of this machine; about 10 s, nothing is installed or changed."""
-    return MachineReport(tuple(run_doctor()))
-
-
-def run_doctor() -> list[Check]:
-    """Every check, in the order of printing. A check that cannot run is a finding, not an exception."""
+    """Run every check in order; about 10 s, nothing is installed or changed. What cannot run is a finding."""
     checks = [_check_python(), *(_check_package(name, least) for name, least in MINIMUM_VERSIONS.items())]
-    if checks[1].ok == "fail":
-        return [*checks, _check_memory(), _check_disk(Path.cwd())]
-    checks.append(_check_build())
-    if checks[-1].ok == "fail":
-        return [*checks, _check_memory(), _check_disk(Path.cwd())]
-    return [
-        *checks,
-        _check_accelerators(),
-        _check_cores(),
-        _check_memory(),
-        _check_disk(Path.cwd()),
-        _check_products(),
-        _check_cache(),
-        check_ranks(),
-    ]
+    if checks[1].ok != "fail":  # torch is there
+        checks.append(_check_build())
+    if "fail" in (checks[1].ok, checks[-1].ok):
+        return MachineReport((*checks, _check_memory(), _check_disk(Path.cwd())))
+    checks += [_check_accelerators(), _check_cores(), _check_memory(), _check_disk(Path.cwd())]
+    return MachineReport((*checks, _check_products(), _check_cache(), check_ranks()))
 
 
 def _check_python() -> Check:

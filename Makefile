@@ -39,8 +39,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-device: $(STAMP)
-	$(BIN)/python benchmarks/device_check.py
-	$(BIN)/python benchmarks/device_table.py
+	@$(BIN)/python benchmarks/device_check.py; failed=$$?; $(BIN)/python benchmarks/device_table.py; exit $$failed
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,12 +20,13 @@ STAMP := $(VENV)/.fullshard_installed_$(TORCH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SITE := $(if $(filter keep,$(TORCH)),--system-site-packages,)
 
-.PHONY: help quickstart test test-all lint clean
+.PHONY: help quickstart test test-all test-device lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   fine-tune SmolLM2-135M on 2 ranks, merge it, compare answers before and after"
 	@echo "make test         fast tests          make test-all   every test"
+	@echo "make test-device  checks this machine's accelerator (or CPU) in at most 20 minutes, for README's device table"
 	@echo "make lint         ruff check           make clean      remove .venv and build outputs"
 
 quickstart: $(STAMP)
@@ -36,6 +37,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-device: $(STAMP)
+	@$(BIN)/python benchmarks/device_check.py; failed=$$?; $(BIN)/python benchmarks/device_table.py; exit $$failed
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,16 +1,43 @@
-"""The only door to cuda, npu and cpu: kind, number of devices, memory figures, seeds, threads, the cache folder."""
+"""The only door to cuda, npu and cpu: kind, number and names of devices, collective backends, attention, numeric
+switches, memory figures, seeds, threads, the cache folder. Sources of what is said of npu: docs/ascend.md.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import sys
+from importlib import util
 from pathlib import Path
 
 import psutil
 import torch
 
+from fullshard.errors import ConfigError
+
+HOST_BACKEND = "gloo"  # carries CPU tensors and Python objects, whatever the device
+ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the one that cpu, cuda and npu all bring
+
+
+@functools.cache
+def load_npu_backend() -> None:
+    """Import torch_npu where torch has not (TORCH_DEVICE_BACKEND_AUTOLOAD=0), but never beside another
+    accelerator. Raises ConfigError where it cannot be loaded: nearly always a shell without CANN's set_env.sh.
+    """
+    if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
+        return
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        hint = "Run CANN's set_env.sh first, see docs/ascend.md. On a machine without NPU: pip uninstall torch_npu"
+        raise ConfigError(f"torch_npu is installed and cannot be loaded: {reason}", hint) from None
+
 
 def device_kind() -> str:
-    """``cuda``, ``npu`` or ``cpu``: what this machine computes on."""
+    """``cuda``, ``npu`` or ``cpu``: what this machine computes on. Raises ConfigError as ``load_npu_backend``."""
+    load_npu_backend()
     accelerator = (
         torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
     )
@@ -38,7 +65,48 @@ def select_device(local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     torch.accelerator.set_device_index(local_rank)
+    if kind == "npu":  # private tensor formats: HCCL refuses their views with an offset, which sharding makes
+        torch.npu.config.allow_internal_format = False
     return torch.device(kind, local_rank)
+
+
+def device_name(index: int = 0) -> str:
+    """An accelerator's name as its driver gives it: ``NVIDIA A100-SXM4-80GB``, ``Ascend910B3``."""
+    return torch.get_device_module(device_kind()).get_device_name(index)
+
+
+def device_memory(index: int = 0) -> tuple[int, int]:
+    """Free and total bytes of an accelerator."""
+    return torch.accelerator.get_memory_info(index)
+
+
+def torch_build() -> str:
+    """What torch was built for: ``CUDA 12.8``, ``ROCm 6.4``, ``CPU``, ``CPU + torch_npu 2.13.0``."""
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    load_npu_backend()
+    torch_npu = sys.modules.get("torch_npu")
+    return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
+
+
+def has_unused_accelerator() -> bool:
+    """Whether a driver (NVIDIA's or Ascend's) is on this machine while torch computes on the CPU."""
+    drivers = (Path("/proc/driver/nvidia/version"), Path("/dev/davinci_manager"))
+    return device_kind() == "cpu" and any(driver.exists() for driver in drivers)
+
+
+def supports_bf16() -> bool:
+    """Whether the device has bf16 products of its own (V100, T4 and Ascend 910A have none); CPUs always can."""
+    kind = device_kind()
+    return kind == "cpu" or bool(torch.get_device_module(kind).is_bf16_supported(including_emulation=False))
+
+
+def synchronize() -> None:
+    """Wait for the accelerator to finish what it was given; nothing on CPU."""
+    if device_kind() != "cpu":
+        torch.accelerator.synchronize()
 
 
 def set_threads(num_threads: int) -> None:
@@ -47,8 +115,9 @@ def set_threads(num_threads: int) -> None:
 
 
 def use_exact_fp32() -> None:
-    """fp32 products in full fp32: TF32 (cuda) and HF32 (npu) off, since their defaults differ by version."""
+    """fp32 products in full fp32: TF32 (cuda) and HF32 (npu) off; their defaults differ by version and operator."""
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     if device_kind() == "npu":
         torch.npu.matmul.allow_hf32 = False
         torch.npu.conv.allow_hf32 = False
@@ -57,8 +126,8 @@ def use_exact_fp32() -> None:
 def collective_backend(kind: str) -> str:
     """The backend string for ``init_process_group``: gloo on CPU; accelerators also keep gloo for CPU tensors."""
     if kind == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{kind}:{torch.distributed.get_default_backend_for_device(kind)}"
+        return HOST_BACKEND
+    return f"cpu:{HOST_BACKEND},{kind}:{torch.distributed.get_default_backend_for_device(kind)}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fullshard.errors import ConfigError
 from fullshard.planning.hardware import find_accelerator, read_host
 
 MINIMUM_PYTHON = (3, 11)
@@ -72,26 +73,14 @@ class MachineReport:
 
 
 def check_machine() -> MachineReport:
-    """Run every check of this machine; about 10 s, nothing is installed or changed."""
-    return MachineReport(tuple(run_doctor()))
-
-
-def run_doctor() -> list[Check]:
-    """Every check, in the order of printing. A check that cannot run is a finding, not an exception."""
+    """Run every check in order; about 10 s, nothing is installed or changed. What cannot run is a finding."""
     checks = [_check_python(), *(_check_package(name, least) for name, least in MINIMUM_VERSIONS.items())]
-    if checks[1].ok == "fail":
-        return [*checks, _check_memory(), _check_disk(Path.cwd())]
-    return [
-        *checks,
-        _check_build(),
-        _check_accelerators(),
-        _check_cores(),
-        _check_memory(),
-        _check_disk(Path.cwd()),
-        _check_products(),
-        _check_cache(),
-        check_ranks(),
-    ]
+    if checks[1].ok != "fail":  # torch is there
+        checks.append(_check_build())
+    if "fail" in (checks[1].ok, checks[-1].ok):
+        return MachineReport((*checks, _check_memory(), _check_disk(Path.cwd())))
+    checks += [_check_accelerators(), _check_cores(), _check_memory(), _check_disk(Path.cwd())]
+    return MachineReport((*checks, _check_products(), _check_cache(), check_ranks()))
 
 
 def _check_python() -> Check:
@@ -118,32 +107,30 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _check_build() -> Check:
-    import torch
+    try:
+        import torch
 
-    if torch.version.cuda:
-        build = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
-    else:
-        build = "CPU"
-    gpu_present = Path("/proc/driver/nvidia/version").is_file() or Path("/dev/davinci0").exists()
-    if build == "CPU" and gpu_present and not torch.accelerator.is_available():
-        return Check("torch build", "warn", "CPU build, but this machine has an accelerator", "Install torch for it.")
+        from fullshard.device import has_unused_accelerator, torch_build
+
+        build, unused = torch_build(), has_unused_accelerator()
+    except (ImportError, OSError, RuntimeError, ConfigError) as error:  # torch loads torch_npu, which wants CANN
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        return Check("torch build", "fail", f"torch cannot be used: {reason}", "Ascend: see docs/ascend.md")
+    if unused:
+        fix = "Install torch for it, or make it visible: CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES."
+        return Check("torch build", "warn", f"{build}; this machine has an accelerator that torch does not use", fix)
     if not torch.distributed.is_available():
         return Check("torch build", "fail", f"{build}, without torch.distributed", "Install torch's official wheel.")
     return Check("torch build", "ok", build)
 
 
 def _check_accelerators() -> Check:
-    import torch
+    from fullshard.device import device_kind, device_memory, device_name, num_devices
 
-    from fullshard.device import device_kind, num_devices
-
-    kind = device_kind()
-    if kind == "cpu":
+    if device_kind() == "cpu":
         return Check("accelerators", "ok", "none: training runs on the CPU")
-    name = torch.get_device_module(kind).get_device_name(0)
-    free, total = torch.accelerator.get_memory_info(0)
+    name = device_name()
+    free, total = device_memory()
     finding = f"{num_devices()} x {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free on the first"
     if free < total / 2:
         return Check("accelerators", "warn", finding, "Another process holds memory: see nvidia-smi or npu-smi.")
@@ -184,7 +171,7 @@ def _check_products() -> Check:
 
     kind = device_kind()
     rates = measure_rates(kind, read_host().cores)
-    faster = "bf16" if rates.bf16 > 1.2 * rates.fp32 or kind != "cpu" else "fp32"
+    faster = "bf16" if rates.bf16 > 1.2 * rates.fp32 or (kind != "cpu" and rates.bf16) else "fp32"
     unit = "a core" if kind == "cpu" else "a device"
     finding = (
         f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s {unit}: precision auto means {faster}"

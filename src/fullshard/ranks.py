@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.device import collective_backend, num_cores, select_device, set_threads
+from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device, set_threads
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks."""
+    """This process's place among the ranks. ``host``: the gloo group of objects and barriers; None: the default one."""
 
     rank: int
     num_ranks: int
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
+    host: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -38,28 +39,23 @@ class Ranks:
 
     def maximum(self, value: float) -> float:
         """Largest of one number per rank, on every rank."""
-        tensor = torch.tensor(float(value), dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._cpu_group())
-        return float(tensor)
+        return max(self.gather_objects(float(value)))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One picklable value per rank, in rank order, on every rank."""
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.host)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.host)
         return box[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        dist.barrier()
-
-    def _cpu_group(self) -> Any:
-        return None
+        dist.barrier(group=self.host)
 
 
 def under_torchrun() -> bool:
@@ -84,10 +80,12 @@ def start_ranks() -> Ranks:
 
 
 def current_ranks(device: torch.device | None = None, local: int = 0) -> Ranks:
-    """The Ranks of a process group that exists already."""
+    """The Ranks of a process group that exists already; a collective call, since it makes the host group."""
     device = device or torch.device("cpu")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=timeout)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh, host)
 
 
 def stop_ranks() -> None:

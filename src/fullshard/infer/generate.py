@@ -116,8 +116,8 @@ def generate_ids(
         check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
     by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
     answers: list[list[int]] = [[] for _ in prompt_ids]
-    devices = [] if answerer.model.device.type == "cpu" else [answerer.model.device]
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+    device = answerer.model.device
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from fullshard.data.chat import load_tokenizer
+from fullshard.device import ATTENTION
 from fullshard.errors import ModelError
 from fullshard.model.names import base_name
 
@@ -123,6 +124,12 @@ def read_config(path: str | Path) -> Any:
     return config
 
 
+def attention_for(config: Any) -> str:
+    """The attention to ask transformers for: the device's, or "eager" for families without it (gemma2, gpt_oss)."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return ATTENTION if getattr(family, "_supports_sdpa", True) else "eager"
+
+
 def build_on_meta(path: str | Path, num_tokens: int = 0) -> nn.Module:
     """The model with parameters (fp32) on the meta device and its non-persistent buffers real and right, on CPU.
 
@@ -140,7 +147,9 @@ def build_from_config(config: Any, path: str | Path) -> nn.Module:
     """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention_for(config)
+            )
     except ValueError as error:
         raise ModelError(f"{path}: {str(error).splitlines()[0]}", "A causal language model is needed.") from None
     with torch.no_grad():
@@ -176,5 +185,6 @@ def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn
     """The whole model in this process (eval mode, ``dtype``) and its tokenizer."""
     folder = check_model_folder(path)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    attention = attention_for(read_config(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.eval(), load_tokenizer(folder)

@@ -123,27 +123,26 @@ def machine_of(card: Accelerator) -> Machine:
 
 def read_machine() -> Machine:
     """This machine's kind of device, free memory, rates and links."""
-    import torch
-
-    from fullshard.device import device_kind
+    from fullshard.device import device_kind, device_memory, device_name
 
     kind = device_kind()
     host = read_host()
     rates = measure_rates(kind, host.cores)
     if kind == "cpu":
         return Machine(kind, host.available_bytes, rates, None)
-    name = torch.get_device_module(kind).get_device_name(0)
-    known = find_accelerator(name)
-    free, total = torch.accelerator.get_memory_info(0)
+    known = find_accelerator(device_name())
+    free, total = device_memory()
     return Machine(kind, min(free, total), rates, known.link_bytes_per_second if known else 31e9)
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
-    """The recipe's precision; auto: bf16 on accelerators, on a CPU where its timed product is at least 1.2 x faster."""
+    """The recipe's precision (ConfigError for bf16 without it); auto: bf16 on accelerators, on CPU if 1.2 x faster."""
+    if config.train.precision == "bf16" and not machine.rates.bf16:
+        raise ConfigError("train.precision=bf16: this accelerator has no bf16.", "Set train.precision=fp32")
     if config.train.precision != "auto":
         return config.train.precision
     if machine.kind != "cpu":
-        return "bf16"
+        return "bf16" if machine.rates.bf16 else "fp32"
     return "bf16" if machine.rates.bf16 > 1.2 * machine.rates.fp32 else "fp32"
 
 
@@ -239,7 +238,7 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[str,
         found.append(("train.recompute=auto", {"train": {"recompute": "auto"}}, num_ranks))
     if facts.machine.kind == "cpu" and num_ranks > 1:
         found.append(("--ranks 1", {}, 1))
-    if facts.machine.kind != "cpu" and choose_precision(config, facts.machine) == "fp32":
+    if facts.machine.kind != "cpu" and facts.machine.rates.bf16 and choose_precision(config, facts.machine) == "fp32":
         found.append(("train.precision=bf16", {"train": {"precision": "bf16"}}, num_ranks))
     longest = longest_row(config, facts)
     for length in (longest // 2, longest // 4):

@@ -27,7 +27,7 @@ DISK_BYTES_PER_SECOND = (0.2e9, 1.5e9)
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating-point operations per second of one core (CPU) or one device, in fp32 and bf16."""
+    """Floating-point operations per second of one core (CPU) or one device, in fp32 and bf16 (0.0 without bf16)."""
 
     fp32: float
     bf16: float
@@ -55,12 +55,14 @@ def measure_rates(kind: str, cores: int) -> Rates:
     """Time one product in fp32 and bf16, on one thread or one device. Under half a second on a CPU; cached."""
     import torch
 
+    from fullshard.device import supports_bf16
+
     threads = torch.get_num_threads()
     if kind == "cpu":
         torch.set_num_threads(1)
     try:
         fp32 = _timed_product(torch.float32, kind)
-        bf16 = _timed_product(torch.bfloat16, kind)
+        bf16 = _timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
     finally:
         torch.set_num_threads(threads)
     return Rates(fp32, bf16, cores if kind == "cpu" else 1)
@@ -68,6 +70,8 @@ def measure_rates(kind: str, cores: int) -> Rates:
 
 def _timed_product(dtype, kind: str) -> float:
     import torch
+
+    from fullshard.device import synchronize
 
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
     left, right = (
@@ -77,12 +81,10 @@ def _timed_product(dtype, kind: str) -> float:
     left @ right  # the first product also builds the kernel
     best, spent, repeats = float("inf"), 0.0, 0
     while spent < 0.05 and repeats < 30:
-        if kind != "cpu":
-            torch.accelerator.synchronize()
+        synchronize()
         start = time.perf_counter()
         left @ right
-        if kind != "cpu":
-            torch.accelerator.synchronize()
+        synchronize()
         seconds = time.perf_counter() - start
         best, spent, repeats = min(best, seconds), spent + seconds, repeats + 1
     return 2 * rows * inner * columns / best

@@ -265,3 +265,14 @@ def test_formats():
     assert format_minutes(20, 50) == "20 - 50 seconds"
     assert format_minutes(180, 420) == "3 - 7 minutes"
     assert format_minutes(5400, 10800) == "1.5 - 3.0 hours"
+
+
+def test_a_device_without_bf16_is_never_told_to_use_it(on_machine, recipe):
+    """V100, Ascend 910A: a job that does not fit gets other changes, and auto is fp32."""
+    old = dataclasses.replace(GPU, rates=Rates(14e12, 0.0, 1))
+    on_machine(old)
+    assert make_plan(recipe()).precision == "fp32"
+    on_machine(with_memory(old, 100_000))
+    with pytest.raises(PlanError) as caught:
+        make_plan(recipe())
+    assert "bf16" not in str(caught.value)

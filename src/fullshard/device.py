@@ -44,6 +44,11 @@ def device_kind() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+def kind_of_card(product: str) -> str:
+    """The kind of a card that is not here, by its product's name (lower case)."""
+    return "npu" if product.startswith("ascend") else "cuda"
+
+
 def num_devices() -> int:
     """Number of accelerators; 0 on a CPU machine."""
     return torch.accelerator.device_count() if device_kind() != "cpu" else 0

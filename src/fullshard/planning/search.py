@@ -116,9 +116,10 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
 
 def machine_of(card: Accelerator) -> Machine:
     """A machine with this card, from its facts: the rate is the share of the peak that products reach in practice."""
-    kind = "npu" if card.matched[0].startswith("ascend") else "cuda"
+    from fullshard.device import kind_of_card
+
     rates = Rates(0.0, card.bf16_flops * card.reachable, 1)
-    return Machine(kind, card.usable_bytes, rates, card.link_bytes_per_second, card)
+    return Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
 
 
 def read_machine() -> Machine:

@@ -4,9 +4,9 @@ The launcher prepares everything that can fail cheaply (folder, data, plan) befo
 but the run folder and the standard environment variables. The first failure ends all ranks.
 
 Under torchrun there may be several nodes. Every rank writes its part of a checkpoint into the run folder, so all nodes
-must share it; so the data too is prepared once, in there, by rank 0 (no file lock: some network file systems have none),
-and the others wait in ``Ranks.agree`` as long as it takes. Before that, a token in the run folder shows that all nodes
-share it; after it, the hashes of the data, as each rank sees it, are compared.
+must share it. So the data too is prepared once, in there, by rank 0, without a file lock (some network file systems have
+none); the others wait in ``Ranks.agree`` as long as it takes. Before that a token in the run folder shows that all nodes
+share it, after it the hashes of the data as the ranks see it are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -302,17 +303,17 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
     An elastic restart goes on in the run folder: it has a launcher process in common with the start that made it.
     """
     from fullshard.model.load import check_model_folder
-    from fullshard.ranks import node_name, start_ranks
+    from fullshard.ranks import start_ranks
 
     ranks = start_ranks()
     config = ranks.agree(partial(_read_config, recipe, overrides))[ranks.rank]
     ranks.agree(partial(check_model_folder, config.model.path))
     run = Path(config.output)
     parent = psutil.Process().parent() or psutil.Process()
-    launchers = sorted(set(ranks.gather_objects(f"{node_name()} {parent.pid} {parent.create_time():.0f}")))
+    launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
 
     def prepare() -> None:
-        if (run / LAUNCH).is_file() and set(read_json(run / LAUNCH)["launchers"]) & set(launchers):
+        if (run / LAUNCH).is_file() and set(read_json(run / LAUNCH).get("launchers", [])) & set(launchers):
             if (run / PLAN).is_file():
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
@@ -321,17 +322,12 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
-    hashes = ranks.agree(lambda: f"{read_json(run / PREPARED / DATA)['hash'][:16]} on {node_name()}")
-    if len({text.split()[0] for text in hashes}) > 1:
-        found = ", ".join(sorted(set(hashes)))
-        ranks.refuse(DataError(f"{run / PREPARED} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
+    _require_same_data(run, ranks)
     return _run_as_rank(run, None, quiet, ranks)
 
 
 def _require_shared(run: Path, ranks: Ranks) -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
-    from fullshard.ranks import node_name
-
     token = run / f".{ranks.broadcast_object(uuid.uuid4().hex)}"
 
     def put() -> None:
@@ -342,7 +338,7 @@ def _require_shared(run: Path, ranks: Ranks) -> None:
         deadline = time.monotonic() + SEEN_WITHIN_SECONDS
         while not (seen := token.is_file()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return f"{node_name()} ({run.absolute()})", seen
+        return f"{socket.gethostname()} ({run.absolute()})", seen
 
     ranks.agree(put if ranks.is_first else None)
     places = ranks.agree(look)
@@ -354,6 +350,14 @@ def _require_shared(run: Path, ranks: Ranks) -> None:
     if blind:
         message = f"The run folder of rank 0, {places[0][0]}, is not seen from {', '.join(blind)}."
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
+
+
+def _require_same_data(run: Path, ranks: Ranks) -> None:
+    """DataError on all ranks where they do not all see the same prepared data."""
+    hashes = ranks.agree(lambda: (read_json(run / PREPARED / DATA)["hash"][:12], socket.gethostname()))
+    if len(dict(hashes)) > 1:
+        found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
+        ranks.refuse(DataError(f"{run / PREPARED} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
 
 
 def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks | None = None) -> Any:

@@ -73,7 +73,7 @@ class Ranks:
         A UserError or OSError of one rank is raised on every rank (with the name of a node that is not rank 0's);
         TrainError where a rank is lost.
         """
-        finished, mine = threading.Event(), [node_name()]
+        finished, mine = threading.Event(), [socket.gethostname()]
         with ThreadPoolExecutor(1) as pool:
             exchange = pool.submit(self._exchange, finished, mine)
             try:
@@ -113,11 +113,6 @@ class Ranks:
 
     def _cpu_group(self) -> Any:
         return None
-
-
-def node_name() -> str:
-    """The name of this machine, as messages give it."""
-    return socket.gethostname()
 
 
 def local_rank() -> int:

@@ -1,4 +1,4 @@
-"""docs/nodes.md tells what exists: torchrun's flags, our verbs and keys, a Slurm script that bash reads, real messages."""
+"""docs/nodes.md tells what exists: torchrun's flags, our verbs, a Slurm script that bash reads, real messages."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -81,6 +83,40 @@ def test_a_folder_of_another_node_is_named(tmp_path):
         assert text.startswith(f"The run folder of rank 0, node0 ({first}), is not seen from node1 ({second}).")
         assert "output=/SHARED/FOLDER" in text
     assert not Path(first).exists()
+
+
+def data_of(ranks: Ranks, folders: list[str]) -> str:
+    with mock.patch("socket.gethostname", return_value=f"node{ranks.rank}"):
+        try:
+            launch._require_same_data(Path(folders[ranks.rank]), ranks)
+        except DataError as error:
+            return error.message
+    return "same"
+
+
+def test_prepared_data_that_differs_names_the_nodes(tmp_path):
+    folders = []
+    for name, content in (("first", "a" * 64), ("second", "b" * 64)):
+        (tmp_path / name / "prepared").mkdir(parents=True)
+        (tmp_path / name / "prepared" / "data.json").write_text(json.dumps({"hash": content}))
+        folders.append(str(tmp_path / name))
+    assert pool(2).run(data_of, [folders[0]] * 2) == ["same", "same"]
+    for text in pool(2).run(data_of, folders):
+        assert text.endswith("differs between nodes: aaaaaaaaaaaa on node0, bbbbbbbbbbbb on node1.")
+
+
+def test_a_new_attempt_does_not_meet_the_last_one_in_the_store():
+    """As after an elastic restart: the store still holds the question of a rank that is gone, and an older name."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=ENDED_WITHIN_SECONDS))
+    store.set("question/2", "asked by a rank that is gone")
+    names = []
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as threads:
+            found = [threads.submit(ranks_module._name_attempt, store, rank, 3) for rank in range(3)]
+            (name,) = {each.result() for each in found}
+        names.append(name)
+    assert names[0] != names[1]
 
 
 def rank_of_its_own(rank: int, port: int, beat_seconds: float, kind: str, answers: multiprocessing.Queue) -> None:

@@ -129,8 +129,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a recipe, sharded over ranks that this command starts itself (or under torchrun, its ranks)."""
-    config = fullshard.load_config(recipe, overrides or ())
-    _print_trained(fullshard.train_run(config, ranks=ranks, quiet=json_output), json_output)
+    _print_trained(fullshard.train_run(recipe, overrides or (), ranks=ranks, quiet=json_output), json_output)
 
 
 @app.command()
@@ -329,6 +328,8 @@ def _print_json(value: Any) -> None:
 
 
 def _report(problem: UserError) -> None:
+    if problem.told:
+        return
     print(f"Error: {problem.message}", file=sys.stderr)
     if problem.hint:
         print(f"  -> {problem.hint}", file=sys.stderr)

@@ -6,6 +6,8 @@ from __future__ import annotations
 class UserError(Exception):
     """A problem the user can solve. ``message`` says what was given and what fits; ``hint`` is the next step."""
 
+    told = False  # another rank of this machine prints it
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.message = message

@@ -2,6 +2,11 @@
 
 The launcher prepares everything that can fail cheaply (folder, data, plan) before any rank exists. Ranks then need nothing
 but the run folder and the standard environment variables. The first failure ends all ranks.
+
+Under torchrun there may be several nodes. Every rank writes its part of a checkpoint into the run folder, so all nodes
+must share it. So the data too is prepared once, in there, by rank 0, without a file lock (not all network file systems
+have one); the others wait in ``Ranks.agree`` as long as it takes. Before that a token in the run folder shows that all
+nodes share it, after it the hashes of the data as the ranks see it are compared.
 """
 
 from __future__ import annotations
@@ -11,16 +16,20 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
+import uuid
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import yaml
 
 from fullshard.config import RunConfig, config_from_dict, load_config
-from fullshard.errors import ERROR_TYPES, CheckpointError, ConfigError, TrainError, UserError
+from fullshard.errors import ERROR_TYPES, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import (
     CONFIG,
     DATA,
@@ -37,8 +46,12 @@ from fullshard.run_folder import (
     write_json,
 )
 
+if TYPE_CHECKING:
+    from fullshard.ranks import Ranks
+
 LAUNCH = "launch.json"
 EXIT_USER_ERROR = 2
+SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
 def train_run(
@@ -53,29 +66,41 @@ def train_run(
     that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run folder that
     exists is never written to.
     """
-    config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
-    run = Path(config.output)
     if _started_by_launcher():
         _check_world_size(ranks)
-        return _train_here(config, run, quiet, _recipe_text(recipe, overrides))
-    prepare_run(config, run, ranks, quiet, _recipe_text(recipe, overrides))
+        return _train_here(recipe, overrides, quiet)
+    config = _read_config(recipe, overrides)
+    run = Path(config.output)
+    _check_ranks(ranks)
+    prepare_run(config, run, ranks, quiet, _recipe_text(recipe, overrides, config), [])
     return _launch(run, ranks or _planned_ranks(run), None, quiet)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
+    run = Path(run)
+    if _started_by_launcher():
+        from fullshard.ranks import start_ranks
+
+        _check_world_size(ranks)
+        here = start_ranks()
+        number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
+        _require_shared(run, here)
+        return _run_as_rank(run, number, quiet, here)
+    number = _step_to_resume(run, step)
+    _check_ranks(ranks)
+    return _launch(run, ranks or _planned_ranks(run), number, quiet)
+
+
+def _step_to_resume(run: Path, step: int | None) -> int:
+    """The step of the run's newest (or the given) checkpoint, verified and not the last."""
     from fullshard.checkpoint.verify import verify_checkpoint
 
-    run = require_run(Path(run))
-    number, folder = newest_checkpoint(run, step)
+    number, folder = newest_checkpoint(require_run(run), step)
     verify_checkpoint(folder)
     if number >= read_json(folder / "manifest.json")["trainer"]["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
-    if _started_by_launcher():
-        _check_world_size(ranks)
-        return _run_as_rank(run, number, quiet)
-    _check_ranks(ranks)
-    return _launch(run, ranks or _planned_ranks(run), number, quiet)
+    return number
 
 
 def _check_ranks(ranks: int | None) -> None:
@@ -96,8 +121,10 @@ def _check_world_size(ranks: int | None) -> None:
         raise ConfigError(f"--ranks {ranks}, but the launcher has started {started} ranks.", "Leave --ranks out here.")
 
 
-def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, recipe_text: str) -> None:
-    """Make the run folder with recipe, config, prepared data and plan; on any error nothing is left behind."""
+def prepare_run(
+    config: RunConfig, run: Path, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]
+) -> None:
+    """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
 
     from fullshard.data.prepared import prepare, write_held_out
@@ -105,13 +132,16 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
     from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
+    from fullshard.train.loss import find_router_loss
 
     folder = check_model_folder(config.model.path)
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
-    _check_ranks(ranks)
-    WeightMap(build_on_meta(folder), WeightFiles(folder), str(folder))
+    model = build_on_meta(folder)
+    WeightMap(model, WeightFiles(folder), str(folder))
+    if config.train.router_loss:
+        find_router_loss(model)
     try:
         run.mkdir(parents=True, exist_ok=True)
         (run / RECIPE).write_text(recipe_text, encoding="utf-8")
@@ -120,6 +150,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
             f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER"
         ) from None
     try:
+        write_json(run / LAUNCH, {"launchers": launchers})
         write_json(run / CONFIG, _resolved(config))
         write_json(run / ENVIRONMENT, _environment())
         with Console(quiet=quiet).status("preparing the data") as status:
@@ -133,7 +164,6 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
         write_json(run / DATA, account)
         plan = make_plan(config, ranks)
         write_json(run / PLAN, plan.to_json())
-        write_json(run / LAUNCH, {"launcher": _launcher_id(), "ranks": plan.ranks})
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise
@@ -142,12 +172,15 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
             print(line)
 
 
-def _recipe_text(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...]) -> str:
-    """The recipe as given, comments and all, and behind it the overrides; a RunConfig as the keys it sets."""
-    if isinstance(recipe, RunConfig):
-        return yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
-    text = Path(recipe).read_text(encoding="utf-8")
-    return text + "".join(f"\n# given on the command line: {override}" for override in overrides)
+def _read_config(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...]) -> RunConfig:
+    return recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
+
+
+def _recipe_text(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...], config: RunConfig) -> str:
+    """The recipe as given, comments and all; a RunConfig, or a recipe with overrides, as the keys it sets."""
+    if isinstance(recipe, RunConfig) or overrides:
+        return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+    return Path(recipe).read_text(encoding="utf-8")
 
 
 def _resolved(config: RunConfig) -> dict[str, Any]:
@@ -185,18 +218,13 @@ def _planned_ranks(run: Path) -> int:
 
 
 def _started_by_launcher() -> bool:
-    from fullshard.ranks import under_torchrun
-
-    return under_torchrun()
+    """Whether this process is a rank already (torchrun, Slurm or Kubernetes wrappers)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def speaks() -> bool:
     """Whether this process prints: always, except under torchrun on all ranks but the first."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _launcher_id() -> str:
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}:{os.environ.get('MASTER_PORT', '')}:{os.getppid()}"
 
 
 def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> Any:
@@ -274,23 +302,75 @@ def read_result(run: Path) -> Any:
     return TrainResult(**{**values, "run": Path(values["run"])})
 
 
-def _train_here(config: RunConfig, run: Path, quiet: bool, recipe_text: str) -> Any:
-    """Under torchrun: rank 0 prepares before the process group exists, the others wait for it there."""
-    resume_step = None
-    if int(os.environ["RANK"]) == 0:
-        if (run / LAUNCH).is_file() and read_json(run / LAUNCH)["launcher"] == _launcher_id():
-            logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
-        else:
-            prepare_run(config, run, int(os.environ["WORLD_SIZE"]), quiet, recipe_text)
-    return _run_as_rank(run, resume_step, quiet)
+def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...], quiet: bool) -> Any:
+    """Under torchrun: every rank reads the recipe, rank 0 prepares, all train. An error of one ends all.
+
+    An elastic restart goes on in the run folder: it has a launcher process in common with the start that made it.
+    """
+    from fullshard.model.load import check_model_folder
+    from fullshard.ranks import start_ranks
+
+    ranks = start_ranks()
+    config = ranks.agree(partial(_read_config, recipe, overrides))[ranks.rank]
+    ranks.agree(partial(check_model_folder, config.model.path))
+    run = Path(config.output)
+    parent = psutil.Process().parent() or psutil.Process()
+    launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
+
+    def prepare() -> None:
+        if (run / LAUNCH).is_file() and set(read_json(run / LAUNCH).get("launchers", [])) & set(launchers):
+            if (run / PLAN).is_file():
+                logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
+                return
+            shutil.rmtree(run)  # the attempt before ended while it prepared
+        prepare_run(config, run, ranks.num_ranks, quiet, _recipe_text(recipe, overrides, config), launchers)
+
+    _require_shared(run, ranks)
+    ranks.agree(prepare if ranks.is_first else None)
+    _require_same_data(run, ranks)
+    return _run_as_rank(run, None, quiet, ranks)
 
 
-def _run_as_rank(run: Path, resume_step: int | None, quiet: bool) -> Any:
+def _require_shared(run: Path, ranks: Ranks) -> None:
+    """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
+    token = run / f".{ranks.broadcast_object(uuid.uuid4().hex)}"
+
+    def put() -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        token.touch()
+
+    def look() -> tuple[str, bool]:
+        deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+        while not (seen := token.is_file()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return f"{socket.gethostname()} ({run.absolute()})", seen
+
+    ranks.agree(put if ranks.is_first else None)
+    places = ranks.agree(look)
+    blind = sorted({place for place, seen in places if not seen})
+    if ranks.is_first:
+        token.unlink()
+        if blind and not any(run.iterdir()):
+            run.rmdir()
+    if blind:
+        message = f"The run folder of rank 0, {places[0][0]}, is not seen from {', '.join(blind)}."
+        ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
+
+
+def _require_same_data(run: Path, ranks: Ranks) -> None:
+    """DataError on all ranks where they do not all see the same prepared data."""
+    hashes = ranks.agree(lambda: (read_json(run / PREPARED / DATA)["hash"][:12], socket.gethostname()))
+    if len(dict(hashes)) > 1:
+        found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
+        ranks.refuse(DataError(f"{run / PREPARED} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
+
+
+def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks | None = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.ranks import start_ranks, stop_ranks
     from fullshard.train.loop import run_rank
 
-    ranks = start_ranks()
+    ranks = ranks or start_ranks()
     if resume_step is None:
         found = list_checkpoints(run) if ranks.is_first else []
         resume_step = ranks.broadcast_object(found[-1][0] if found else 0)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,8 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device, set_threads
+from fullshard.errors import TrainError, UserError
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
+BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,49 @@ class Ranks:
         """Wait for all ranks."""
         dist.barrier(group=self.host)
 
+    def agree(self, task: Callable[[], Any] | None = None) -> list[Any]:
+        """Run ``task`` (None: nothing to do here), wait for all ranks however long they take, return their results.
 
-def under_torchrun() -> bool:
-    """Whether a launcher has set this process's rank (torchrun, Slurm or Kubernetes wrappers, our own)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        A UserError or OSError of one rank is raised on every rank (with the name of a node that is not rank 0's);
+        TrainError where a rank is lost.
+        """
+        finished, mine = threading.Event(), [socket.gethostname()]
+        with ThreadPoolExecutor(1) as pool:
+            exchange = pool.submit(self._exchange, finished, mine)
+            try:
+                mine += [None, task() if task else None]
+            except UserError as error:
+                mine.append(error)
+            except OSError as error:
+                mine.append(
+                    UserError(f"Cannot use {error.filename}: {error.strerror}.", "Check the path and its rights.")
+                )
+            finally:
+                finished.set()
+        try:
+            outcomes = exchange.result()
+        except RuntimeError as error:
+            raise TrainError(f"A rank was lost: {error}", "The output of its node says why.") from None
+        for rank, (node, *outcome) in enumerate(outcomes):
+            if len(outcome) < 2:
+                problem = outcome[0] if outcome else TrainError(f"Rank {rank} failed.", "Its own output says why.")
+                if node != outcomes[0][0]:
+                    problem.message = f"{node}: {problem.message}"
+                self.refuse(problem)
+        return [outcome[-1] for outcome in outcomes]
+
+    def _exchange(self, finished: threading.Event, mine: list[Any]) -> list[list[Any]]:
+        """Beside a task: a sum every few seconds, so that no collective waits longer; then everyone's outcome."""
+        while self.maximum(not finished.wait(BEAT_SECONDS)):
+            pass
+        return self.gather_objects(mine)
+
+    def refuse(self, problem: UserError) -> None:
+        """Raise what all ranks have found. One rank of each node tells it; none ends before all are here."""
+        problem.told = self.local_rank > 0
+        with suppress(RuntimeError):  # the first to leave breaks the others' connections
+            self.maximum(0)
+        raise problem
 
 
 def local_rank() -> int:
@@ -75,8 +123,36 @@ def start_ranks() -> Ranks:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     set_threads(num_cores() // local_ranks)
     if not dist.is_initialized():
-        dist.init_process_group(collective_backend(device.type), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+        store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        store = dist.PrefixStore(_name_attempt(store, rank, num_ranks), store)
+        backend = collective_backend(device.type)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
     return current_ranks(device, local)
+
+
+def _name_attempt(store: dist.Store, rank: int, num_ranks: int) -> str:
+    """A new name that all ranks of this attempt, and no earlier one, know.
+
+    An elastic restart keeps the store (torch 2.13) with the addresses of ranks that are gone, and would wait for these;
+    its restart count may differ between nodes. So each rank asks with a word of its own, and rank 0 answers all.
+    """
+    if rank:
+        question = uuid.uuid4().hex
+        store.set(f"question/{rank}", question)
+        name = store.get(f"answer/{question}").decode()
+        store.set(f"{name}/{rank}", "heard")
+        return name
+    name, deadline = uuid.uuid4().hex, time.monotonic() + COLLECTIVE_TIMEOUT_SECONDS
+    while missing := [other for other in range(1, num_ranks) if not store.check([f"{name}/{other}"])]:
+        for key in [f"question/{other}" for other in missing]:
+            if store.check([key]):
+                store.set(f"answer/{store.get(key).decode()}", name)
+        if time.monotonic() > deadline:
+            raise TrainError(f"Ranks {missing} have not joined.", "The output of their nodes says why.")
+        time.sleep(0.02)
+    return name
 
 
 def current_ranks(device: torch.device | None = None, local: int = 0) -> Ranks:

@@ -37,7 +37,11 @@ Overrides = Annotated[
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A Hugging Face model folder, for example a merged one.", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face model folder, for example a merged one, or an id: owner/name.",
+        show_default=False,
+    ),
 ]
 Ranks = Annotated[
     int | None,
@@ -185,6 +189,9 @@ def prepare(
 ) -> None:
     """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
     config = fullshard.load_config(recipe, overrides or ())
+    from fullshard.model.fetch import with_model_folder
+
+    config = with_model_folder(config, weights=False)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
         result = fullshard.prepare_data(config, folder)

@@ -38,6 +38,7 @@ from fullshard.run_folder import (
 )
 
 LAUNCH = "launch.json"
+ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
 
 
@@ -102,14 +103,16 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
 
     from fullshard.data.prepared import prepare, write_held_out
     from fullshard.infer.model_folder import check_generation_config
-    from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder, check_weights
+    from fullshard.model.fetch import with_model_folder
+    from fullshard.model.load import WeightFiles, build_on_meta, check_weights
     from fullshard.planning.search import make_plan
 
-    folder = check_model_folder(config.model.path)
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
     _check_ranks(ranks)
+    asked, config = config.model, with_model_folder(config)
+    folder = Path(config.model.path)
     check_weights(build_on_meta(folder), WeightFiles(folder), str(folder))
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -119,7 +122,7 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
             f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER"
         ) from None
     try:
-        write_json(run / CONFIG, _resolved(config))
+        write_json(run / CONFIG, _resolved(config) | {ASKED: asked.model_dump(mode="json")})
         write_json(run / ENVIRONMENT, _environment())
         with Console(quiet=quiet).status("preparing the data") as status:
             account = prepare(
@@ -137,6 +140,8 @@ def prepare_run(config: RunConfig, run: Path, ranks: int | None, quiet: bool, re
         shutil.rmtree(run, ignore_errors=True)
         raise
     if not quiet:
+        if asked.path != config.model.path:
+            print(f"model: {asked.path} is {folder}")
         for line in [*check_generation_config(folder), *account["report"], *plan.to_summary()]:
             print(line)
 
@@ -293,7 +298,8 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool) -> Any:
     if resume_step is None:
         found = list_checkpoints(run) if ranks.is_first else []
         resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
-    config = config_from_dict(read_json(run / CONFIG), str(run / CONFIG))
+    values = {key: value for key, value in read_json(run / CONFIG).items() if key != ASKED}
+    config = config_from_dict(values, str(run / CONFIG))
     run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return read_result(run)

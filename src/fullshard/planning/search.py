@@ -88,8 +88,10 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> Plan:
 
 def read_facts(config: RunConfig) -> Facts:
     """Read the machine, the model's shape, the adapters' size (also of a full recipe: as the way out) and the data."""
+    from fullshard.model.fetch import with_model_folder
     from fullshard.model.load import build_on_meta
 
+    config = with_model_folder(config, weights=False)
     volume = read_volume(config)
     model = build_on_meta(config.model.path)
     shape = shape_of(model)

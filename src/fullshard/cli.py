@@ -37,11 +37,7 @@ Overrides = Annotated[
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 Model = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A Hugging Face model folder, for example a merged one, or an id: owner/name.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="MODEL", help="A Hugging Face model folder or id (owner/name).", show_default=False),
 ]
 Ranks = Annotated[
     int | None,
@@ -189,9 +185,6 @@ def prepare(
 ) -> None:
     """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
     config = fullshard.load_config(recipe, overrides or ())
-    from fullshard.model.fetch import with_model_folder
-
-    config = with_model_folder(config, weights=False)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
         result = fullshard.prepare_data(config, folder)
@@ -200,9 +193,11 @@ def prepare(
             return
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview
+        from fullshard.model.fetch import with_model_folder
 
         print("\n".join(result["report"]))
-        print("\n".join(preview(folder, "train", load_tokenizer(config.model.path), show)))
+        tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path)
+        print("\n".join(preview(folder, "train", tokenizer, show)))
 
 
 @app.command(rich_help_panel=MORE)

@@ -138,7 +138,7 @@ def test_what_a_hub_refuses(tmp_path, hub_folder, k1_folder):
         for name, result in results.items():
             check_refused(result, name, hub.address)
         check_refused(results["acme/unknown"], "no such model", "nor a folder")
-        check_refused(results["acme/private"], "private", "hf auth login")
+        check_refused(results["acme/private"], "private", "login", "401")
         check_refused(results["acme/gated"], "gated", "terms")
         check_refused(results["acme/down"], "503")
         check_refused(results["acme/huge"], "2,000,000,000.0 GB", "free", "HF_HOME")
@@ -157,8 +157,6 @@ def test_no_way_to_a_hub(tmp_path):
     (proxy,) = fetch(variables, tmp_path, "acme/tiny")
     check_refused(proxy, "acme/tiny", "http://hub.invalid")
     assert "secret" not in str(proxy)
-    (kind,) = fetch(variables | {"HTTP_PROXY": "strange://x", "http_proxy": "strange://x"}, tmp_path, "acme/tiny")
-    check_refused(kind, "acme/tiny", "proxy")
     (offline,) = fetch(environment(tmp_path, closed, HF_HUB_OFFLINE="1"), tmp_path, "acme/tiny")
     check_refused(offline, "acme/tiny", "HF_HUB_OFFLINE")
 
@@ -201,12 +199,6 @@ def test_from_an_id_to_a_trained_model(job, hub_folder):
     assert f"model: acme/tiny is {folder}" in trained.stdout
     assert yaml.safe_load((job / "run" / "recipe.yaml").read_text())["model"]["path"] == "acme/tiny"
     assert TOKEN not in "".join(file.read_text() for file in (job / "run").glob("*.json"))
-
-    offline = variables | {"HF_HUB_OFFLINE": "1"}
-    judged = call(job, offline, "eval", "acme/tiny", "rows.jsonl", "--base", "acme/tiny", "--limit", "2", "--json")
-    assert judged.returncode == 0, judged.stderr
-    result = json.loads(judged.stdout)
-    assert result["model"] == "acme/tiny" and result["loss"] == result["base"]["loss"]
 
 
 def test_a_refused_train_leaves_nothing(job):

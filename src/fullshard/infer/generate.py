@@ -40,7 +40,7 @@ class Answerer:
 
 
 def load_for_inference(path: str | Path) -> Answerer:
-    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError where it is not whole."""
+    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole."""
     folder = fetch_model(path)
     device = select_device(0)
     model, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)

@@ -66,10 +66,10 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
     hub = _modelscope(model_id) if source == "modelscope" else _huggingface()
     try:
         folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(SIDE_FILES)))
-        problem = None if (folder / "config.json").is_file() else "it has no config.json: no transformers model"
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
-        if missing and not problem:
-            problem = _unfit(hub.sizes(model_id, revision), missing, folder)
+        problem = _unfit(hub.sizes(model_id, revision), missing, folder) if missing else None
+        if not (folder / "config.json").is_file():
+            problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
             folder = Path(hub.download(model_id, revision=revision, allow_patterns=[*SIDE_FILES, *missing]))
     except hub.errors as error:
@@ -102,7 +102,7 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, errors.RevisionNotFoundError):
         return "it has no such revision"
     if status in (401, 403, 404):
-        return f"no such model is there (nor a folder here), or it is private: hf auth login (HTTP {status})"
+        return f"no such model is there (nor a folder here), or it is private and needs your login (HTTP {status})"
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and the cache does not hold all of it"
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
@@ -128,13 +128,7 @@ def _huggingface() -> _Hub:
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()  # loading a model has switched them off
-    errors = (
-        OSError,
-        HTTPError,
-        ValueError,
-        RuntimeError,
-        ImportError,
-    )  # ImportError: the proxy's kind needs a package
+    errors = (OSError, HTTPError, ValueError, RuntimeError, ImportError)  # ImportError: a SOCKS proxy without socksio
     return _Hub(_without_secrets(constants.ENDPOINT), snapshot_download, sizes, errors)
 
 

@@ -151,14 +151,14 @@ def test_what_a_hub_refuses(tmp_path, hub_folder, k1_folder):
 def test_no_way_to_a_hub(tmp_path):
     closed = f"http://user:secret@127.0.0.1:{free_port()}"
     (nowhere,) = fetch(environment(tmp_path, closed), tmp_path, "acme/tiny")
-    check_refused(nowhere, "acme/tiny", closed.replace("user:secret@", ""), "ConnectError")
+    check_refused(nowhere, "acme/tiny", closed.replace("user:secret@", ""), ": ConnectError: ")
     assert "secret" not in str(nowhere)
     variables = environment(tmp_path, "http://hub.invalid", HTTP_PROXY=closed, http_proxy=closed)
     (proxy,) = fetch(variables, tmp_path, "acme/tiny")
     check_refused(proxy, "acme/tiny", "http://hub.invalid")
     assert "secret" not in str(proxy)
     (offline,) = fetch(environment(tmp_path, closed, HF_HUB_OFFLINE="1"), tmp_path, "acme/tiny")
-    check_refused(offline, "acme/tiny", "HF_HUB_OFFLINE")
+    check_refused(offline, "acme/tiny", "HF_HUB_OFFLINE is set, and the cache does not hold all of it")
 
 
 @pytest.fixture

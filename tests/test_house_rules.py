@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[int, str]] = {
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools", "stuff"}
 RECIPE_KEY_LINES = """
-    model.path model.add_tokens
+    model.path model.source model.revision model.add_tokens
     data.train data.eval data.max_length data.packing data.columns data.system data.loss_on data.too_long
     method
     lora.rank lora.alpha lora.targets lora.variant

@@ -59,7 +59,7 @@ Overrides = Annotated[
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A Hugging Face model folder, for example a merged one.", show_default=False),
+    typer.Argument(metavar="MODEL", help="A Hugging Face model folder or id (owner/name).", show_default=False),
 ]
 Ranks = Annotated[
     int | None,
@@ -224,9 +224,11 @@ def prepare(
             return
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview
+        from fullshard.model.fetch import with_model_folder
 
         print("\n".join(result["report"]))
-        print("\n".join(preview(folder, "train", load_tokenizer(config.model.path, config.model.add_tokens), show)))
+        tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
+        print("\n".join(preview(folder, "train", tokenizer, show)))
 
 
 @app.command(rich_help_panel=MORE)

@@ -51,8 +51,13 @@ class ModelSection(Section):
     """The base model."""
 
     path: str = Field(
-        min_length=1, description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files)."
+        min_length=1,
+        description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files), or an id: owner/name.",
     )
+    source: Literal["huggingface", "modelscope"] = Field(
+        default="huggingface", description="Where an id is downloaded from. A local folder always wins over an id."
+    )
+    revision: str | None = Field(default=None, min_length=1, description="Branch, tag or commit of an id.")
     add_tokens: list[str] = Field(
         default_factory=list,
         description="New tokens: the vocabulary grows by them, they start as the mean of the others and are trained.",

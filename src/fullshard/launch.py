@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
 LAUNCH = "launch.json"
+ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
@@ -129,15 +130,17 @@ def prepare_run(
 
     from fullshard.data.prepared import prepare, write_held_out
     from fullshard.infer.model_folder import check_generation_config
-    from fullshard.model.load import WeightFiles, build_on_meta, check_model_folder
+    from fullshard.model.fetch import with_model_folder
+    from fullshard.model.load import WeightFiles, build_on_meta
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
-    folder = check_model_folder(config.model.path)
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
+    asked, config = config.model, with_model_folder(config)
+    folder = Path(config.model.path)
     model = build_on_meta(folder)
     WeightMap(model, WeightFiles(folder), str(folder))
     if config.train.router_loss:
@@ -151,7 +154,7 @@ def prepare_run(
         ) from None
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
-        write_json(run / CONFIG, _resolved(config))
+        write_json(run / CONFIG, _resolved(config) | {ASKED: asked.model_dump(mode="json")})
         write_json(run / ENVIRONMENT, _environment())
         with Console(quiet=quiet).status("preparing the data") as status:
             account = prepare(
@@ -168,6 +171,8 @@ def prepare_run(
         shutil.rmtree(run, ignore_errors=True)
         raise
     if not quiet:
+        if asked.path != config.model.path:
+            print(f"model: {asked.path} is {folder}")
         for line in [*check_generation_config(folder), *account["report"], *plan.to_summary()]:
             print(line)
 
@@ -307,12 +312,12 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
 
     An elastic restart goes on in the run folder: it has a launcher process in common with the start that made it.
     """
-    from fullshard.model.load import check_model_folder
+    from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks
 
     ranks = start_ranks()
     config = ranks.agree(partial(_read_config, recipe, overrides))[ranks.rank]
-    ranks.agree(partial(check_model_folder, config.model.path))
+    ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     run = Path(config.output)
     parent = psutil.Process().parent() or psutil.Process()
     launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
@@ -367,6 +372,7 @@ def _require_same_data(run: Path, ranks: Ranks) -> None:
 
 def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks | None = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
+    from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
     from fullshard.train.loop import run_rank
 
@@ -374,7 +380,11 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks |
     if resume_step is None:
         found = list_checkpoints(run) if ranks.is_first else []
         resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
-    config = config_from_dict(read_json(run / CONFIG), str(run / CONFIG))
+    values = read_json(run / CONFIG)
+    asked = values.pop(ASKED, values["model"])
+    if not Path(values["model"]["path"]).is_dir():  # another node's cache may lie elsewhere
+        values["model"] = asked
+    config = with_model_folder(config_from_dict(values, str(run / CONFIG)))
     run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return read_result(run)

@@ -91,11 +91,13 @@ def run_quickstart(
 ) -> QuickstartResult:
     """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json.
 
-    ``model``: a Hugging Face folder (default: the built-in model, converted once). ``output``: the run folder (default:
+    ``model``: a folder or id (default: the built-in model, converted once). ``output``: the run folder (default:
     the first free one of ./runs/quickstart, ./runs/quickstart-2, ...). ``ranks``: default every accelerator, else 2.
     Raises UserError.
     """
     from transformers.utils.logging import disable_progress_bar
+
+    from fullshard.model.fetch import fetch_model
 
     started = time.monotonic()
     disable_progress_bar()  # transformers' own bars would tear ours
@@ -103,7 +105,7 @@ def run_quickstart(
     run = Path(output) if output is not None else free_run_folder(Path("runs"))
     _require_free(run)
     _check_machine(console)
-    folder = Path(model).expanduser() if model is not None else _built_in_model(console)
+    folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = write_recipe(folder, run)
     console.print(f"\n[bold]2 Plan[/bold]  recipe: {escape(str(recipe))}", highlight=False)
     config = fullshard.load_config(recipe)

@@ -58,16 +58,18 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     that is missing, empty or of no known shape.
     """
     from fullshard.data.chat import Renderer, load_tokenizer
-    from fullshard.model.load import check_model_folder, read_config
+    from fullshard.model.fetch import fetch_model
+    from fullshard.model.load import read_config
 
     path = Path(output or DEFAULT_RECIPE)
     if path.exists():
         raise ConfigError(f"The recipe {path} exists already.", "Name another: --output FILE")
-    folder = check_model_folder(model)
+    is_local = Path(model).expanduser().is_dir()
+    folder = fetch_model(model, weights=is_local)
     source = read_source(str(data), DataSection(train=str(data)))
     positions = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
     lengths = measure_lengths(source.rows, Renderer(load_tokenizer(folder), "assistant"), positions)
-    values = _values(folder, Path(data), source, lengths)
+    values = _values(folder if is_local else model, Path(data), source, lengths)
     method, why, plan = choose_method(values)
     return _write_out(values | {"method": method}, source, lengths, why, plan), path
 
@@ -137,13 +139,13 @@ def _config(values: dict[str, Any]) -> RunConfig:
     return config_from_dict(values, "proposed recipe")
 
 
-def _values(folder: Path, data: Path, source: Source, lengths: Lengths) -> dict[str, Any]:
+def _values(model: str | Path, data: Path, source: Source, lengths: Lengths) -> dict[str, Any]:
     num_rows = len(source.rows)
     section: dict[str, Any] = {"train": str(data), "eval": choose_eval(num_rows), "max_length": lengths.max_length}
     if lengths.over_limit:
         section["too_long"] = "drop"
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
-    return {"model": {"path": str(folder)}, "data": section, "train": train, "output": str(_free_run(data.stem))}
+    return {"model": {"path": str(model)}, "data": section, "train": train, "output": str(_free_run(data.stem))}
 
 
 def _free_run(stem: str) -> Path:

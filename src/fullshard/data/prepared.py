@@ -23,6 +23,7 @@ from fullshard.data import audit, chat
 from fullshard.data.pack import shuffle
 from fullshard.data.sources import Row, Source, read_source
 from fullshard.errors import DataError
+from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, SCHEMA_VERSION, read_json, write_json
 
 META = "meta.json"
@@ -78,6 +79,8 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     anything in the data that cannot be trained on.
     """
     folder = Path(folder)
+    if not Path(config.model.path).expanduser().is_dir():
+        config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     num_embeddings = _num_embeddings(Path(config.model.path))
     if num_embeddings is not None:

@@ -17,6 +17,7 @@ from fullshard.data.chat import choose_pad_id, render_prompt
 from fullshard.device import select_device
 from fullshard.errors import ConfigError
 from fullshard.infer.model_folder import stop_ids, union_of_ids
+from fullshard.model.fetch import fetch_model
 from fullshard.model.load import load_plain
 
 Prompt = str | list[dict[str, str]]
@@ -39,8 +40,8 @@ class Answerer:
 
 
 def load_for_inference(path: str | Path) -> Answerer:
-    """Load a model folder once: fp32 on CPU, bf16 on an accelerator. Raises ModelError where it is incomplete."""
-    folder = Path(path).expanduser()
+    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole."""
+    folder = fetch_model(path)
     device = select_device(0)
     model, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
     return answerer_of(model.to(device), tokenizer, stop_ids(folder))

@@ -90,7 +90,7 @@ def _tokenizer_end_id(folder: Path) -> int | None:
 
 def base_name(base: Path) -> str:
     """The base's public name where its path or card tells, else its folder's name."""
-    cached = re.search(r"models--([^/]+)--([^/]+)/snapshots", base.as_posix())
+    cached = re.search(r"models(?:--|/)([^/]+)--([^/]+)/snapshots", base.as_posix())  # of either hub
     if cached:
         return f"{cached.group(1)}/{cached.group(2)}"
     named = _front_matter(base).get("base_model")

@@ -33,40 +33,42 @@ REFUSED_FAMILIES = {  # by transformers' model_type, as tried with tiny models o
 }
 
 
-def check_model_folder(path: str | Path) -> Path:
-    """Return the folder if config, weights and all index entries are there; else ModelError naming what is missing."""
+def check_model_folder(path: str | Path, weights: bool = True) -> Path:
+    """Return the folder if config, weights and all index entries are there; else ModelError naming what is missing.
+
+    ``weights=False``: only config.json is needed.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ModelError(
-            f"No model folder at {folder}.", "model.path must name a local Hugging Face folder (hub ids come later)."
-        )
+        raise ModelError(f"No model folder at {folder}.", "Give a Hugging Face folder, or a hub id: owner/name.")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is incomplete: config.json is missing.", "Download the whole model folder again.")
-    weights = _weight_files(folder)
-    missing = [name for name in weights if not (folder / name).is_file()]
+    names = weight_names(folder) if weights else []
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing == [SINGLE]:
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        found = f" It has {others[0]}, which this version does not read." if others else ""
+        raise ModelError(
+            f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}",
+            "Use a folder with safetensors weights.",
+        )
     if missing:
         raise ModelError(
-            f"{folder} is incomplete: {len(missing)} of {len(weights)} weight files are missing, first {missing[0]}.",
+            f"{folder} is incomplete: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}.",
             "Download the whole model folder again.",
         )
     return folder
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_names(folder: Path) -> list[str]:
+    """The weight files that a folder means, there or not: those of its index, else model.safetensors."""
     if (folder / INDEX).is_file():
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             return sorted(set(index["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{folder / INDEX} is damaged: it holds no weight_map.", "Download it again.") from None
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    others = sorted(path.name for path in folder.glob("*.bin"))
-    found = f" It has {others[0]}, which this version does not read." if others else ""
-    raise ModelError(
-        f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}",
-        "Use a folder with safetensors weights.",
-    )
+    return [SINGLE]
 
 
 class WeightFiles:
@@ -75,7 +77,7 @@ class WeightFiles:
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self._places: dict[str, Any] = {}
-        for file in _weight_files(folder):
+        for file in weight_names(folder):
             try:
                 handle = safe_open(folder / file, framework="pt")
                 for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -104,7 +106,7 @@ class WeightFiles:
 
 def read_config(path: str | Path) -> Any:
     """The transformers config of a model folder. ModelError where the family is unknown, refused, or quantised."""
-    folder = check_model_folder(path)
+    folder = check_model_folder(path, weights=False)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:

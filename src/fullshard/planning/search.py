@@ -18,7 +18,14 @@ from fullshard.errors import ConfigError, PlanError
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.shape import AdapterShape, ModelShape, add_adapter_shape, build_for_plan, shape_of
+from fullshard.planning.shape import (
+    AdapterShape,
+    ModelShape,
+    add_adapter_shape,
+    build_for_plan,
+    shape_of,
+    shipped_config,
+)
 from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 
@@ -106,6 +113,10 @@ def make_plan(
 
 def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volume | None = None) -> Facts:
     """Read the machine, the model's shape, the adapters' size (also of a full recipe: as the way out) and the data."""
+    from fullshard.model.fetch import with_model_folder
+
+    if config.model.revision or not shipped_config(config.model.path):
+        config = with_model_folder(config, weights=False)
     volume = volume or read_volume(config)
     added = len(config.model.add_tokens)
     model = build_for_plan(config.model.path, added)
@@ -350,8 +361,6 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
 
 
 def _notes(config: RunConfig, facts: Facts, choice: Choice, precision: str) -> Iterator[str]:
-    from fullshard.planning.shape import shipped_config
-
     rates, machine = facts.machine.rates, facts.machine
     if machine.card:
         facts_of_it = f"{machine.memory_bytes / GIB:.1f} GiB, {rates.bf16 / 1e12:.0f} TFLOP/s of bf16 reachable"

@@ -143,3 +143,4 @@ def test_without_a_card_the_licence_is_the_bases(tmp_path, base):
 
 def test_base_name_of_the_hubs_cache():
     assert base_name(Path("/x/hub/models--Qwen--Qwen3-0.6B/snapshots/abc")) == "Qwen/Qwen3-0.6B"
+    assert base_name(Path("/x/modelscope/models/Qwen--Qwen3-0.6B/snapshots/master")) == "Qwen/Qwen3-0.6B"

@@ -1,0 +1,148 @@
+"""Where a model comes from: a local folder, or an id of Hugging Face or ModelScope, downloaded into that hub's cache.
+
+Only what training needs is downloaded: the small files first, then the weight files that the index names.
+huggingface_hub itself reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, the proxies and the token, when it is first imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fullshard.config import RunConfig
+from fullshard.errors import ModelError
+from fullshard.model.load import INDEX, check_model_folder, weight_names
+
+MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SIDE_FILES = (
+    *("config.json", "generation_config.json", INDEX, "README.md", "LICENSE*", "LICENCE*", "NOTICE*", "chat_template*"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json"),
+    *("*.model", "*.tiktoken"),
+)
+WAYS = """Other ways:
+     a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
+     ModelScope:  pip install 'fullshard[modelscope]', then model.source=modelscope in the recipe
+     your folder: model.path=FOLDER (config.json, tokenizer files, *.safetensors)"""
+
+
+class _Hub(NamedTuple):
+    address: str
+    download: Callable[..., str]  # (id, revision=, allow_patterns=) -> the folder of the files
+    sizes: Callable[[str, str | None], dict[str, int]]  # (id, revision) -> bytes of each file
+    errors: tuple[type[Exception], ...]  # what both may raise
+
+
+def fetch_model(
+    path: str | Path, source: str = "huggingface", revision: str | None = None, weights: bool = True
+) -> Path:
+    """The checked folder of a model: ``path`` where it is a folder, else the downloaded model of this id (owner/name).
+
+    What the cache holds is not downloaded again. ``source``: huggingface or modelscope. ``revision``: branch, tag or
+    commit. ``weights=False``: config and tokenizer only. Raises ModelError, for a download with the other ways.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists() and MODEL_ID.fullmatch(str(path)):
+        return check_model_folder(_download(str(path), source, revision, weights), weights)
+    if revision is not None and folder.exists():
+        message = f"model.revision is {revision}, but {path} is a local folder, which has no revisions."
+        raise ModelError(message, "Remove model.revision, or run where no folder has the name of the id.")
+    return check_model_folder(folder, weights)
+
+
+def with_model_folder(config: RunConfig, weights: bool = True) -> RunConfig:
+    """The config with model.path as a local folder, downloaded where it is an id; see ``fetch_model``."""
+    folder = fetch_model(config.model.path, config.model.source, config.model.revision, weights)
+    found = {"path": str(folder), "source": "huggingface", "revision": None}
+    return config.model_copy(update={"model": config.model.model_copy(update=found)})
+
+
+@cache  # one process asks the hub once
+def _download(model_id: str, source: str, revision: str | None, weights: bool) -> Path:
+    hub = _modelscope(model_id) if source == "modelscope" else _huggingface()
+    try:
+        folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(SIDE_FILES)))
+        missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
+        problem = _unfit(hub.sizes(model_id, revision), missing, folder) if missing else None
+        if not (folder / "config.json").is_file():
+            problem = "it has no config.json, so it is no transformers model"
+        if missing and not problem:
+            folder = Path(hub.download(model_id, revision=revision, allow_patterns=[*SIDE_FILES, *missing]))
+    except hub.errors as error:
+        problem = _reason(error)
+    if problem:
+        asked = f"{model_id}, revision {revision}," if revision else model_id
+        raise ModelError(f"{asked} could not be fetched from {hub.address}: {problem}.", WAYS)
+    return folder
+
+
+def _unfit(sizes: dict[str, int], missing: list[str], folder: Path) -> str | None:
+    """Why the missing weight files cannot be downloaded: not on the hub, or no room on the disk of ``folder``."""
+    absent = [name for name in missing if name not in sizes]
+    if absent:
+        return f"it has no {absent[0]}, and only safetensors weights are read"
+    needed, free = sum(sizes[name] for name in missing), shutil.disk_usage(folder).free
+    room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
+    return f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place" if needed > free else None
+
+
+def _reason(error: Exception) -> str:
+    """The cause in words, without what addresses and servers may repeat: passwords, signatures, tokens."""
+    from huggingface_hub import errors
+
+    inner = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None  # not cached, because of it
+    cause = inner or error
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if isinstance(cause, errors.GatedRepoError):
+        return "it is gated; accept its terms on its page, then: hf auth login"
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return "it has no such revision"
+    if status in (401, 403, 404):
+        return f"no such model is there (nor a folder here), or it is private and needs your login (HTTP {status})"
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and the cache does not hold all of it"
+    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+        return "the disk is full"
+    first = (str(cause).strip().splitlines() or [""])[0].rstrip(".")
+    return f"HTTP {status}" if status else f"{type(cause).__name__}: {_without_secrets(first)}"
+
+
+def _without_secrets(text: str) -> str:
+    text = re.sub(r"\?[^\s'\"]*", "", re.sub(r"(\w+://)[^\s/@]*@", r"\1", text))
+    return re.sub(r"\b(hf_|ms-)\w[\w-]*", r"\1***", text)
+
+
+def _huggingface() -> _Hub:
+    """``snapshot_download`` and ``model_info`` as in huggingface_hub 2.4.0."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HTTPError  # of the httpx that this version uses
+    from huggingface_hub.utils import enable_progress_bars
+
+    def sizes(model_id: str, revision: str | None) -> dict[str, int]:
+        files = HfApi().model_info(model_id, revision=revision, files_metadata=True).siblings or []
+        return {file.rfilename: file.size or 0 for file in files}
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        enable_progress_bars()  # loading a model has switched them off
+    errors = (OSError, HTTPError, ValueError, RuntimeError, ImportError)  # ImportError: a SOCKS proxy without socksio
+    return _Hub(_without_secrets(constants.ENDPOINT), snapshot_download, sizes, errors)
+
+
+def _modelscope(model_id: str) -> _Hub:
+    """``snapshot_download`` as in modelscope 1.40.2; sizes and errors are those of its modelscope_hub 0.5.1."""
+    try:
+        from modelscope.hub.snapshot_download import snapshot_download
+        from modelscope_hub import HubApi
+        from modelscope_hub.errors import HubError
+    except ImportError:
+        message = f"{model_id} is asked for from ModelScope, but the package modelscope is not installed."
+        raise ModelError(message, "pip install 'fullshard[modelscope]'   Or: model.source=huggingface") from None
+
+    def sizes(model_id: str, revision: str | None) -> dict[str, int]:
+        return {file.path: file.size for file in HubApi().list_repo_files(model_id, "model", revision=revision)}
+
+    return _Hub("ModelScope", snapshot_download, sizes, (HubError, OSError, ValueError, RuntimeError))

@@ -52,7 +52,7 @@ ERROR_TYPES = {
 
 
 class Blame:
-    """``with Blame(ModelError, "No usable tokenizer in x", hint):`` - whatever a foreign reader raises becomes that error.
+    """``with Blame(ModelError, "No tokenizer in x", hint):`` - all that a foreign reader raises becomes that error.
 
     Tokenizers and chat templates raise anything, a bare Exception too. A UserError passes.
     """

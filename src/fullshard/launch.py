@@ -390,9 +390,18 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks |
     return read_result(run)
 
 
+def _end_with_launcher() -> None:
+    """Ask Linux to kill this rank when its launcher dies, however it dies; elsewhere it is left to its collectives."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
+
+
 def rank_main(arguments: list[str]) -> int:
     """Entry of a rank that our launcher starts: RUN RESUME_STEP quiet|loud. Writes errors/rank_N.json on failure."""
     run, resume_step, quiet = Path(arguments[0]), int(arguments[1]), arguments[2] == "quiet"
+    _end_with_launcher()
     try:
         _run_as_rank(run, resume_step, quiet)
         return 0

@@ -17,7 +17,7 @@ from fullshard.data.chat import load_tokenizer
 from fullshard.errors import ConfigError, ModelError
 from fullshard.merge.job import merge_run
 from fullshard.model.adapters import add_adapters
-from fullshard.model.load import REFUSED_FAMILIES, WeightFiles, build_on_meta, read_config
+from fullshard.model.load import REFUSED_FAMILIES, WeightFiles, build_on_meta
 from fullshard.model.weight_map import WeightMap
 from fullshard.run_folder import CONFIG, write_json
 
@@ -120,7 +120,7 @@ def test_refused_families_are_refused_by_name(tmp_path, family):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=f"{family} models are refused: .*{REFUSED_FAMILIES[family][:20]}"):
-        read_config(tmp_path)
+        build_on_meta(tmp_path)
 
 
 def test_quantised_weights_are_refused_by_name(tmp_path):
@@ -128,7 +128,7 @@ def test_quantised_weights_are_refused_by_name(tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     with pytest.raises(ModelError, match="quantised weights \\(mxfp4\\)"):
-        read_config(path)
+        build_on_meta(path)
 
 
 def test_weights_that_are_no_floats_are_named(tmp_path):

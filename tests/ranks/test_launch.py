@@ -91,6 +91,23 @@ def test_a_killed_rank_ends_the_run(job):
     assert not any(child.is_running() for child in children)
 
 
+def test_ranks_end_with_a_launcher_that_is_killed(job):
+    """SIGKILL leaves the launcher no time to end its ranks: the kernel does it."""
+    process = subprocess.Popen(
+        [*FULLSHARD, "train", "recipe.yaml", "train.epochs=4000"],
+        cwd=job, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "trial step" not in (line := process.stdout.readline()):
+        assert line, "the run ended before its first step"
+    ranks = ranks_alive()
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(ranks, timeout=ENDED_WITHIN_SECONDS)
+    assert not alive
+
+
 def test_torchrun_gives_the_same_run(job):
     own = call(job, "train", "recipe.yaml")
     assert own.returncode == 0, own.stderr

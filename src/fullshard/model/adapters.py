@@ -24,11 +24,8 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
-    routers = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    ]
+    linear = [(name, type(module).__name__) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    routers = [name for name, kind in linear if "router" in kind.lower()]
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, exclude_modules=routers or None, target_modules=lora.targets if lora.targets == "all-linear" else _listed(lora),
         lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", use_rslora=lora.variant == "rslora",

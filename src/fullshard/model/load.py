@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fullshard.data.chat import load_tokenizer
 from fullshard.device import ATTENTION
-from fullshard.errors import ModelError
+from fullshard.errors import Blame, ModelError
 from fullshard.model.names import base_name
 
 if TYPE_CHECKING:
@@ -105,25 +105,21 @@ class WeightFiles:
 
 
 def read_config(path: str | Path) -> Any:
-    """The transformers config of a model folder. ModelError where the family is unknown, refused, or quantised."""
+    """The transformers config of a model folder. ModelError where it is damaged or the family unknown."""
     folder = check_model_folder(path, weights=False)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"{folder}/config.json cannot be used: {error}", "Check the folder.") from None
+    with Blame(ModelError, f"{folder}/config.json cannot be used", "Check the folder, or download it again."):
+        return AutoConfig.from_pretrained(folder)
+
+
+def _refuse_untrainable(config: Any, path: str | Path) -> None:
     if config.model_type in REFUSED_FAMILIES:
-        raise ModelError(
-            f"{config.model_type} models are refused: {REFUSED_FAMILIES[config.model_type]}.",
-            "What works: docs/models.md",
-        )
+        message = f"{config.model_type} models are refused: {REFUSED_FAMILIES[config.model_type]}."
+        raise ModelError(message, "What works: docs/models.md")
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise ModelError(
-            f"{folder} holds quantised weights ({method}), which cannot be trained or merged exactly.",
-            "Take the model's bf16 or fp32 weights.",
-        )
-    return config
+        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
+        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
 
 
 def attention_for(config: Any) -> str:
@@ -147,13 +143,9 @@ def build_on_meta(path: str | Path, num_tokens: int = 0) -> nn.Module:
 
 def build_from_config(config: Any, path: str | Path) -> nn.Module:
     """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention_for(config)
-            )
-    except ValueError as error:
-        raise ModelError(f"{path}: {str(error).splitlines()[0]}", "A causal language model is needed.") from None
+    _refuse_untrainable(config, path)
+    with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_for(config))
     with torch.no_grad():
         for module in model.modules():
             empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
@@ -184,9 +176,21 @@ def load_buffers(model: nn.Module, weights: WeightMap) -> int:
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """The whole model in this process (eval mode, ``dtype``) and its tokenizer."""
+    """The whole model in this process (eval mode, ``dtype``) and its tokenizer.
+
+    ModelError where weights are missing: transformers would fill them with random numbers and only warn.
+    """
     folder = check_model_folder(path)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
     attention = attention_for(read_config(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        )
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:
+        raise ModelError(
+            f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors).",
+            "Are config.json and the weights of one model? Compare model_type and the sizes.",
+        )
     return model.eval(), load_tokenizer(folder)

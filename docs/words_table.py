@@ -23,7 +23,6 @@ CHINESE = {
     "dataset_text_field": "columns: {列名: text}",
     "template": "不用设置；使用 tokenizer 自带的对话模板",
     "lora_dropout": "这里的适配器没有 dropout，去掉即可",
-    "use_dora": "尚未支持；只有普通 LoRA，用 lora.rank 和 lora.alpha",
     "adapter_name_or_path": "尚未支持；先用原来的工具把适配器合并进模型，再把目录写进 model.path",
     "per_device_train_batch_size": "不写时由 plan 选择",
     "gradient_accumulation_steps": "由 plan 根据 train.global_batch 和 train.micro_batch 决定；"

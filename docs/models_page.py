@@ -20,7 +20,7 @@ ENGLISH = {
         " with plain transformers, and compared with an unsharded run: losses within 1e-5, logits within 1e-4"
         " (`tests/parity/test_families.py`). Made by `python docs/models_page.py` with transformers {version}."
     ),
-    "head": "| model_type | packing isolates rows | all-linear also adapts experts | DoRA | of note |",
+    "head": "| model_type | packing keeps rows apart | all-linear also adapts experts | DoRA | of note |",
     "yes": "yes",
     "no": "no",
     "none": "-",
@@ -35,7 +35,8 @@ ENGLISH = {
         "plain_experts": "LoRA leaves the experts as they are (PEFT cannot name them)",
     },
     "after": (
-        "Packing is proven again at each start, on two rows of your data; a model that does not isolate them is refused."
+        "Packing by document costs the sum of the rows' squared lengths; by masks the square of the sequence. It is proven"
+        " again at each start, on two rows of your data; a model that does not keep them apart is refused."
         " A family that is not in the table is tried, and stopped at the start where its weights, buffers, loss or"
         " adapters do not check out. DoRA cannot adapt stacked experts (PEFT): name the attention's modules instead."
         " A router loss is off, as in transformers, unless `train.router_loss: true`; it depends on how rows are split."
@@ -51,6 +52,8 @@ CHINESE = ENGLISH | {
         "本页由 `python docs/models_page.py` 生成，transformers {version}。"
     ),
     "head": "| model_type | 打包时各行互不可见 | all-linear 是否也适配专家 | DoRA | 说明 |",
+    "by document": "按文档计算",
+    "by masks": "用掩码",
     "yes": "是",
     "no": "否",
     "notes": {
@@ -64,7 +67,8 @@ CHINESE = ENGLISH | {
         "plain_experts": "LoRA 不改动专家（PEFT 无法指定它们）",
     },
     "after": (
-        "打包是否隔离，每次开始训练时都会用您的两行数据再验证一次；不能隔离的模型会被拒绝。表中没有的系列也可以尝试："
+        "按文档计算的打包，开销是各行长度平方之和；用掩码则是整个序列长度的平方。每次开始训练时都会用您的两行数据再验证一次；"
+        "不能隔离的模型会被拒绝。表中没有的系列也可以尝试："
         "如果权重、缓冲区、损失或适配器核对不上，会在开始时停止。DoRA 不能适配堆叠的专家（PEFT 的限制），请改为指定注意力模块。"
         "路由损失默认关闭（与 transformers 相同），可用 `train.router_loss: true` 打开；它与行的划分方式有关。"
     ),
@@ -82,7 +86,7 @@ def facts_of(family: str, folder: Path) -> dict[str, bool]:
     from fullshard.config import LoraSection
     from fullshard.errors import ModelError
     from fullshard.model.adapters import adapter_places, inject_adapters
-    from fullshard.model.load import WeightFiles, attention_for, build_on_meta
+    from fullshard.model.load import WeightFiles, attention_for, build_on_meta, read_config
     from fullshard.model.weight_map import WeightMap
     from fullshard.train.loss import LossModel
 
@@ -111,14 +115,28 @@ def facts_of(family: str, folder: Path) -> dict[str, bool]:
         facts["dora"] = True
     except ModelError:
         facts["dora"] = False
-    loss_model = LossModel(AutoModelForCausalLM.from_pretrained(path)).eval()
+    facts["packs"] = ""
+    for packing in (True, False):
+        way = attention_for(read_config(path), packing)
+        loss_model = LossModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=way)).eval()
+        if not facts["packs"] and keeps_apart(loss_model):
+            facts["packs"] = "by document" if loss_model.attends_by_document else "by masks"
+    return facts
+
+
+def keeps_apart(loss_model) -> bool:
+    """Whether two packed rows have the logits that each has alone."""
+    import torch
+
+    from fullshard.model.attention import Documents
+
     rows = [torch.arange(8, 14), torch.arange(20, 27)]
+    documents = Documents([[6, 7]]) if loss_model.attends_by_document else None
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     with torch.no_grad():
         apart = torch.cat([loss_model(row[None], None) for row in rows], 1)
-        packed = loss_model(torch.cat(rows)[None], None, positions)
-    facts["packs"] = float((packed - apart).abs().max()) < 1e-5 * float(apart.abs().max())
-    return facts
+        packed = loss_model(torch.cat(rows)[None], None, positions, documents=documents)
+    return float((packed - apart).abs().max()) < 1e-5 * float(apart.abs().max())
 
 
 def page(words: dict, families: dict[str, dict[str, bool]]) -> str:
@@ -138,6 +156,7 @@ def page(words: dict, families: dict[str, dict[str, bool]]) -> str:
     for family, facts in families.items():
         notes = [text for key, text in words["notes"].items() if facts[key]]
         cells = [words["yes"] if facts[key] else words["no"] for key in ("packs", "experts", "dora")]
+        cells[0] = words.get(facts["packs"], facts["packs"]) or words["no"]
         if not (facts["experts"] or facts["plain_experts"]):
             cells[1] = words["none"]
         lines.append(f"| {family} | {' | '.join(cells)} | {'; '.join(notes)} |")

@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 
@@ -126,6 +127,15 @@ def use_exact_fp32() -> None:
     if device_kind() == "npu":
         torch.npu.matmul.allow_hf32 = False
         torch.npu.conv.allow_hf32 = False
+
+
+def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """Torch's variable-length attention where it runs: CUDA, 16 bits. None elsewhere. Not run yet."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 def collective_backend(kind: str) -> str:

@@ -21,12 +21,13 @@ class Batch:
     position_ids: torch.Tensor  # restart at 0 in each row; 0 on pads
     attention_mask: torch.Tensor  # 1 on real tokens, 0 on pads
     document_ids: torch.Tensor  # 0, 1, ... for the rows of a sequence; -1 on pads
+    lengths: list[list[int]]  # of each sequence's documents, its pads counted as one more, so that they sum to S
     rows: tuple[int, ...]  # row ids in order; empty for a fill batch
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``."""
         names = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
-        return Batch(**{name: getattr(self, name).to(device) for name in names}, rows=self.rows)
+        return Batch(**{name: getattr(self, name).to(device) for name in names}, lengths=self.lengths, rows=self.rows)
 
 
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
@@ -60,5 +61,7 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
             attention_mask[place, start:stop] = 1
             document_ids[place, start:stop] = number
             start = stop
+    lengths = [[len(ids) for ids, _ in rows] for rows in content]
+    lengths = [[*row, size - sum(row)] if sum(row) < size else row for row in lengths]
     rows = () if is_fill else tuple(row for sequence in sequences for row in sequence)
-    return Batch(input_ids, labels, position_ids, attention_mask, document_ids, rows)
+    return Batch(input_ids, labels, position_ids, attention_mask, document_ids, lengths, rows)

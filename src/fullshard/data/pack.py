@@ -105,7 +105,7 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """First-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible."""
+    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
     total = sum(int(lengths[row]) for row in rows)
@@ -115,11 +115,11 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
     room: list[int] = []
     for row in rows:
         length = int(lengths[row])
-        for place, left in enumerate(room):
-            if length <= left:
-                sequences[place].append(row)
-                room[place] -= length
-                break
+        fitting = [place for place, left in enumerate(room) if length <= left]
+        if fitting:
+            place = min(fitting, key=lambda place: room[place])
+            sequences[place].append(row)
+            room[place] -= length
         else:
             sequences.append([row])
             room.append(max_length - length)

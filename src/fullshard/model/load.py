@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from fullshard.data.chat import load_tokenizer
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError
+from fullshard.model.attention import BY_DOCUMENT
 from fullshard.model.names import base_name
 
 if TYPE_CHECKING:
@@ -122,30 +123,36 @@ def _refuse_untrainable(config: Any, path: str | Path) -> None:
         raise ModelError(message, "Take the model's bf16 or fp32 weights.")
 
 
-def attention_for(config: Any) -> str:
-    """The attention to ask transformers for: the device's, or "eager" for families without it (gemma2, gpt_oss)."""
+def attention_for(config: Any, packing: bool = False) -> str:
+    """The attention to ask transformers for: the device's, or "eager" for families without it (gemma2, gpt_oss).
+
+    ``packing``: ours by document, for families whose attention goes through transformers' registry.
+    """
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if packing and getattr(family, "_supports_attention_backend", False):
+        return BY_DOCUMENT
     return ATTENTION if getattr(family, "_supports_sdpa", True) else "eager"
 
 
-def build_on_meta(path: str | Path, num_tokens: int = 0) -> nn.Module:
+def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) -> nn.Module:
     """The model with parameters (fp32) on the meta device and its non-persistent buffers real and right, on CPU.
 
     Buffers such as rotary frequencies are in no file: they are filled with NaN, then made by the model's own
     initialisation; a buffer that stays NaN is a ModelError, never luck. ``num_tokens``: the vocabulary grows to it where
-    it is smaller.
+    it is smaller. ``packing``: with attention by document where the family allows it.
     """
     config = read_config(path)
     text = config.get_text_config()
     text.vocab_size = max(text.vocab_size, num_tokens)
-    return build_from_config(config, path)
+    return build_from_config(config, path, packing)
 
 
-def build_from_config(config: Any, path: str | Path) -> nn.Module:
+def build_from_config(config: Any, path: str | Path, packing: bool = False) -> nn.Module:
     """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
     _refuse_untrainable(config, path)
+    attention = attention_for(config, packing)
     with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_for(config))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for module in model.modules():
             empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

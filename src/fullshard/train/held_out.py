@@ -12,14 +12,16 @@ from fullshard.data.batches import Batch, make_batch
 from fullshard.data.pack import lay_out
 from fullshard.data.prepared import PreparedData
 from fullshard.errors import DataError
+from fullshard.model.attention import Documents
 
 
 def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
     """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
     packed = bool((batch.document_ids.diff(dim=1).masked_fill(batch.document_ids[:, 1:] < 0, 0) != 0).any())
     positions = batch.position_ids.to(device) if packed else None
+    documents = Documents(batch.lengths) if packed and loss_model.attends_by_document else None
     real = batch.attention_mask.to(device)
-    return loss_model(batch.input_ids.to(device), batch.labels.to(device), positions, real_BS=real)
+    return loss_model(batch.input_ids.to(device), batch.labels.to(device), positions, real_BS=real, documents=documents)
 
 
 def held_out_loss(

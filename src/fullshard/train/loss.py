@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import ConfigError
+from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_decoder
 
 CHUNK_LOGIT_BYTES = 256 << 20  # fp32 logits of one chunk
@@ -36,6 +37,11 @@ class LossModel(nn.Module):
         self.uses_own_logits = False  # set by ``check_loss_path`` where our path and the model's own differ
         self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * causal_lm.config.get_text_config().vocab_size))
 
+    @property
+    def attends_by_document(self) -> bool:
+        """Whether the model's attention is ours (model/attention.py), which can keep packed documents apart."""
+        return self.causal_lm.config._attn_implementation == BY_DOCUMENT
+
     def forward(
         self,
         input_ids_BS: torch.Tensor,
@@ -44,12 +50,14 @@ class LossModel(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         own_logits: bool = False,
         real_BS: torch.Tensor | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """Sum over supervised positions of the token losses (natural log, fp32 scalar).
 
         ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS`` only
         for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions under
         causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``) the model's.
+        ``documents`` says where they lie, for models that attend by document.
         ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the supervised
         positions.
         """
@@ -58,6 +66,8 @@ class LossModel(nn.Module):
             arguments["position_ids"] = position_ids_BS
         if attention_mask_BS is not None:
             arguments["attention_mask"] = attention_mask_BS
+        if documents is not None:
+            arguments["documents"] = documents
         routed = self._router_loss is not None and self.training and labels_BS is not None
         if routed:
             arguments["output_router_logits"] = True

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.config import RunConfig
-from fullshard.errors import TrainError
+from fullshard.errors import ConfigError, TrainError
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
-from fullshard.model.blocks import find_units, is_tied
-from fullshard.model.load import WeightFiles, build_on_meta, load_buffers
+from fullshard.model.attention import Documents
+from fullshard.model.blocks import find_blocks, find_units, is_tied
+from fullshard.model.load import WeightFiles, attention_for, build_on_meta, load_buffers
 from fullshard.model.names import base_name, is_adapter
 from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
@@ -21,6 +22,7 @@ from fullshard.train.precision import Precision, set_storage, storage_table
 from fullshard.train.recompute import set_recompute
 
 LOSS_CHECK_TOKENS = 64
+LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of the largest logit; bf16 keeps 8 bits
 LOSS_PATH_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest logit
 
 
@@ -43,7 +45,7 @@ def build_sharded(
 
     ``new_ids``: token ids that ``model.add_tokens`` brought; their rows start as the mean of the others.
     """
-    causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1)
+    causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     weights = WeightMap(causal_lm, WeightFiles(config.model.path), config.model.path, new_ids)
     tied = is_tied(causal_lm)
     if config.method == "lora":
@@ -135,4 +137,42 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
     built.loss_model.uses_own_logits = True
     return (
         f"loss path: the model's own logits, since ours differ by {difference:.1e} (full logits then exist in memory)"
+    )
+
+
+@torch.no_grad()
+def check_packing(built: Built, rows: list[list[int]], precision: Precision, device: torch.device) -> str:
+    """Packed documents must not see each other: logits of ``rows`` in one sequence equal those of each row alone.
+
+    Tried with our attention by document, which every block's attention must have reached; else with transformers' masks
+    from restarting positions. A collective call. Returns the line for the log, or raises ConfigError.
+    """
+    model, failures = built.loss_model, []
+    tokens = [torch.tensor([row], device=device) for row in rows]
+    positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
+    num_blocks = len(find_blocks(model.causal_lm)[1])
+    model.eval()  # dropout would make the two differ
+    while not failures or model.attends_by_document:
+        if failures:
+            model.causal_lm.set_attn_implementation(attention_for(model.causal_lm.config))
+        documents = Documents([[len(row) for row in rows]]) if model.attends_by_document else None
+        apart = torch.cat([model(row, None) for row in tokens], 1)
+        packed = model(torch.cat(tokens, 1), None, positions, documents=documents)
+        other = model(torch.cat([tokens[0].flip(1), tokens[1]], 1), None, positions, documents=documents)
+        built.sharded.after_step()
+        largest, second = apart.abs().max().clamp_min(1e-6), slice(len(rows[0]), None)
+        difference = float((packed - apart).abs().max() / largest)
+        leak = float((packed - other)[:, second].abs().max() / largest)  # sharper: isolated rows hardly differ in a bit
+        reached = len(documents.layers) if documents else num_blocks
+        way = "attention by document" if documents else "masks"
+        apart_enough = leak <= LEAK_TOLERANCE[precision.compute] and reached == num_blocks
+        if apart_enough and difference <= LOSS_PATH_TOLERANCE[precision.compute]:
+            model.train()
+            return f"packing: rows kept apart by {way} (logits differ by {difference:.1e} of the largest)"
+        failures.append(
+            f"{way}: {reached} of {num_blocks} blocks reached, logits differ by {max(difference, leak):.1e}"
+        )
+    raise ConfigError(
+        f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)}).",
+        "Set data.packing=false",
     )

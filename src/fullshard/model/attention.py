@@ -1,0 +1,135 @@
+"""Attention among the tokens of one document only, for packed sequences; through transformers' attention registry.
+
+Shapes: B sequences, H heads, S positions, D features a head; a sequence is one or more documents end to end, pads at its
+end counted as one more. The cost grows with the sum of the documents' squared lengths, not with S squared. Models that do
+not reach this function, or reach it from fewer layers than they have blocks, are found at the start of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+from transformers import AttentionInterface
+
+from fullshard.device import varlen_attention
+
+BY_DOCUMENT = "by_document"  # the name in transformers' registry, given as attn_implementation
+
+
+class Documents:
+    """Where the documents of a batch lie, and which layers were told.
+
+    ``lengths``: per sequence the lengths of its documents, pads included, so that each sums to S.
+    """
+
+    def __init__(self, lengths: list[list[int]]) -> None:
+        self.lengths = lengths
+        self.layers: set[int] = set()  # identity of each attention module that has used this
+
+
+def attend(
+    module: nn.Module,
+    query_BHSD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    documents: Documents | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document; without ``documents`` each sequence is one. Returns (B, S, H, D).
+
+    Key and value may have fewer heads. ``sliding_window``: a token sees so many, itself included. ``softcap`` (gemma2) and
+    ``s_aux`` (gpt_oss's sinks, one logit a head) have no fused kernel and are computed document by document.
+    """
+    batch, _, size, _ = query_BHSD.shape
+    if documents is None:
+        documents = Documents([[size]] * batch)
+    else:
+        documents.layers.add(id(module))
+    plain = softcap is None and s_aux is None
+    kernel = varlen_attention(query_BHSD.device, query_BHSD.dtype) if plain and not dropout else None
+    if kernel is not None:
+        return _by_kernel(kernel, query_BHSD, key_BHSD, value_BHSD, scaling, sliding_window, documents), None
+    rows = []
+    for row, lengths in enumerate(documents.lengths):
+        parts, start = [], 0
+        for length in lengths:
+            place = (slice(row, row + 1), slice(None), slice(start, start + length))
+            inner = (query_BHSD[place], key_BHSD[place], value_BHSD[place])
+            if plain:
+                band = _band(length, sliding_window, query_BHSD.device)
+                part = functional.scaled_dot_product_attention(
+                    *inner, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scaling, enable_gqa=True
+                )
+            else:
+                part = _eager(*inner, scaling, dropout, sliding_window, softcap, s_aux)
+            parts.append(part)
+            start += length
+        rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
+    whole = rows[0] if batch == 1 else torch.cat(rows)
+    return whole.transpose(1, 2).contiguous(), None
+
+
+def _band(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which keys each query sees, (S, S) bool; None where that is all before it."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(1 - sliding_window)
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """One document's attention written out, with soft-capped scores or a sink beside them."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    seen = _band(length, sliding_window or length, query.device)
+    if seen is None:
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
+    weights = functional.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., :length]
+    return functional.dropout(weights, dropout) @ value
+
+
+def _by_kernel(
+    kernel: Any,
+    query_BHSD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    documents: Documents,
+) -> torch.Tensor:
+    """All documents in one call of torch's variable-length kernel, which takes tokens end to end: (B S, H, D)."""
+    lengths = [length for row in documents.lengths for length in row]
+    borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()
+    tokens = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHSD, key_BHSD, value_BHSD)]
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = kernel(
+        *tokens, borders, borders, max(lengths), max(lengths), scale=scaling, window_size=window, enable_gqa=True
+    )
+    return out.unflatten(0, (query_BHSD.shape[0], -1))
+
+
+AttentionInterface.register(BY_DOCUMENT, attend)

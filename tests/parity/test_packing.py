@@ -1,0 +1,119 @@
+"""Attention by document (HO-4): packed rows are what each is alone, in every family; who cannot is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES
+from rank_pool import pool
+from test_training import SGD, losses_of, make_run, train_on_ranks
+from tiny_models import make_model, make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from fullshard.errors import ConfigError
+from fullshard.model.attention import BY_DOCUMENT, Documents
+from fullshard.model.load import attention_for, read_config
+from fullshard.train.loss import LossModel
+
+ROWS = [torch.arange(8, 14), torch.arange(20, 27)]  # A of 6 tokens, B of 7
+POSITIONS = torch.cat([torch.arange(len(row)) for row in ROWS])[None]
+MASKS_INSTEAD = {"stablelm", "nemotron", "falcon", "gpt_neo"}  # their attention does not reach ours; masks serve
+REFUSED = {"bloom", "mpt", "lfm2", "minimax"}  # positions by bias, convolutions, linear attention
+
+
+def shifted(row: torch.Tensor) -> torch.Tensor:
+    return torch.cat([row[1:], torch.tensor([-100])])
+
+
+def packed_and_apart(model: LossModel, documents: Documents | None) -> float:
+    """Largest difference of logits, relative to the largest."""
+    with torch.no_grad():
+        apart = torch.cat([model(row[None], None) for row in ROWS], 1)
+        packed = model(torch.cat(ROWS)[None], None, POSITIONS, documents=documents)
+    return float((packed - apart).abs().max() / apart.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path, family):
+    path = make_model(tmp_path, family)
+    way = attention_for(read_config(path), packing=True)
+    model = LossModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=way)).eval()
+    documents = Documents([[6, 7]]) if way == BY_DOCUMENT else None
+    difference = packed_and_apart(model, documents)
+    isolated = difference < 1e-5 and (documents is None or len(documents.layers) == 2)
+    if family in MASKS_INSTEAD | REFUSED:
+        assert not isolated or documents is None
+        model.causal_lm.set_attn_implementation(attention_for(read_config(path)))
+        assert (packed_and_apart(model, None) < 1e-5) == (family in MASKS_INSTEAD)
+    else:
+        assert isolated and documents is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen2"])
+def test_one_document_equals_the_familys_own_attention_and_its_gradients(tmp_path, family):
+    """Windows shorter than the row, soft-caps and sinks against transformers' eager code, loss and gradients."""
+    path = make_model(
+        tmp_path, family, **({"sliding_window": 4} if family in ("gemma2", "gemma3_text", "gpt_oss") else {})
+    )
+    row = torch.arange(8, 24)
+    found = []
+    for way in ("eager", BY_DOCUMENT):
+        model = LossModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=way)).eval()
+        loss = model(row[None], shifted(row)[None])
+        loss.backward()
+        found.append((float(loss), {name: value.grad for name, value in model.named_parameters()}))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_packed_gradients_equal_the_separate_ones(tmp_path, family):
+    """HO-4: 5 + 6 = 11 targets in both forms; summed loss and gradients equal; nothing predicts B's first token from A."""
+    path = make_model(tmp_path, family)
+    labels = [shifted(row) for row in ROWS]
+    assert sum(int((label != -100).sum()) for label in labels) == 11
+    found = []
+    for packed in (False, True):
+        model = LossModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=BY_DOCUMENT)).eval()
+        if packed:
+            arguments = (torch.cat(ROWS)[None], torch.cat(labels)[None], POSITIONS)
+            loss = model(*arguments, documents=Documents([[6, 7]]))
+        else:
+            loss = sum(model(row[None], label[None]) for row, label in zip(ROWS, labels, strict=True))
+        loss.backward()
+        found.append((float(loss), {name: value.grad for name, value in model.named_parameters()}))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "falcon"])
+def test_packed_and_unpacked_runs_have_one_loss(tmp_path, num_ranks, family):
+    words = make_tokenizer(make_model(tmp_path / "words"))
+    make_tokenizer(make_model(tmp_path / "model", family))
+    losses = []
+    for packing in (False, True):
+        run = tmp_path / f"run_{packing}"
+        values = make_run(run, words, packing=packing, max_steps=2, **SGD).model_dump(exclude_unset=True)
+        values["model"]["path"] = str(tmp_path / "model")
+        pool(num_ranks).run(train_on_ranks, str(run), values, [64, "tokens"])
+        losses.append(losses_of(run))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def refusal(ranks, run: str, values: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_on_ranks(ranks, run, values, [64, "tokens"])
+    return caught.value.message
+
+
+def test_a_model_that_mixes_rows_is_refused_with_both_ways_named(tmp_path):
+    words = make_tokenizer(make_model(tmp_path / "words"))
+    make_tokenizer(make_model(tmp_path / "model", "lfm2"))
+    values = make_run(tmp_path / "run", words, packing=True, **SGD).model_dump(exclude_unset=True)
+    values["model"]["path"] = str(tmp_path / "model")
+    for message in pool(2).run(refusal, str(tmp_path / "run"), values):
+        assert "Packing does not keep rows apart in Lfm2ForCausalLM" in message
+        assert "attention by document: 1 of 2 blocks reached" in message and "; masks: " in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str | Path, **options) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, **options)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # another tree may stand there
+    done = subprocess.run(
+        [str(part) for part in command], env=env, capture_output=True, text=True, timeout=300, **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -98,7 +98,8 @@ def losses(run: Path) -> list[float]:
 def train_run_of_pool(ranks, run: str) -> None:
     """A plain run: what a rank does once the launcher has prepared, without nodes."""
     folder = Path(run)
-    run_rank(folder, config_from_dict(read_json(folder / CONFIG)), read_json(folder / PLAN), ranks, None, True)
+    values = {key: value for key, value in read_json(folder / CONFIG).items() if key != "asked_model"}
+    run_rank(folder, config_from_dict(values), read_json(folder / PLAN), ranks, None, True)
 
 
 def test_two_nodes_train_as_one(job, monkeypatch):

@@ -1,0 +1,203 @@
+"""Many rows to tokens at once: the same ids and masks as ``Renderer``, without rendering and masking each row by itself.
+
+A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these roles
+are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such row, as
+distances to a content's borders, and tokens come from one call of the tokenizer for the whole batch.
+
+A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a string
+that the template or the special tokens know, or the message has more than role and content. And the fast way is checked
+against the slow one on the first rows of each sequence of roles and on every 200th after them; it is given up for a
+sequence of roles at the first difference.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Any
+
+from fullshard.data.chat import Rendered, Renderer
+from fullshard.data.sources import Row
+from fullshard.errors import DataError
+
+BATCH_ROWS = 1000
+CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
+PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
+
+
+@dataclass
+class _Pattern:
+    """How rows of one sequence of roles are written. ``literals``: the text around contents, one more than contents.
+
+    ``runs`` and ``stops``: borders as (anchor, distance); anchors are the text's start, each content's start and end in
+    order, and the text's end.
+    """
+
+    literals: list[str]
+    runs: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    stops: list[tuple[int, int]] = field(default_factory=list)
+    seen: int = 0
+
+
+class BatchRenderer:
+    """Renders rows, in order, as ``Renderer`` would one by one."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._patterns: dict[tuple[str, ...], _Pattern | None] = {}  # None: only the slow way is right
+        tokenizer = renderer.tokenizer
+        known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        if tokenizer.chat_template:
+            known |= _constants(tokenizer.get_chat_template())
+        self._special = re.compile("|".join(map(re.escape, known)) or r"(?!)")
+
+    def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
+        """Each row with its training rows, in order; one batch is tokenised while the one before is masked.
+
+        Raises DataError naming the row.
+        """
+        source, ahead = iter(rows), None
+        with ThreadPoolExecutor(1) as pool:
+            while True:
+                batch = list(islice(source, BATCH_ROWS))
+                prepared = [self._prepare(row) for row in batch]
+                coming = pool.submit(self._encode, [text for _, text, _ in filter(None, prepared)])
+                if ahead is not None:
+                    yield from self._mask_batch(*ahead)
+                ahead = (batch, prepared, coming)
+                if not batch:
+                    return
+
+    def _encode(self, texts: list[str]) -> list[Any]:
+        return self._renderer.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) if texts else []
+
+    def _mask_batch(
+        self, rows: list[Row], prepared: list[tuple[_Pattern, str, list[int]] | None], coming: Future[list[Any]]
+    ) -> Iterator[tuple[Row, list[Rendered]]]:
+        encodings = iter(coming.result())
+        for row, known in zip(rows, prepared, strict=True):
+            if known is None:
+                yield row, self._slow(row)
+                continue
+            pattern, _, anchors = known
+            found = [_mask(pattern, next(encodings), anchors)]
+            pattern.seen += 1
+            if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
+                slow = self._slow(row)
+                if slow != found:
+                    self._patterns[_roles(row)] = None
+                    pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
+                    found = slow
+            yield row, found
+
+    def _slow(self, row: Row) -> list[Rendered]:
+        try:
+            if row.messages is None:
+                return [self._renderer.plain_text(row.text or "")]
+            return self._renderer.chat(row.messages)
+        except DataError as error:
+            raise DataError(f"{row.origin}: {error.message}", error.hint) from None
+
+    def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
+        """The row's pattern, text and anchors; None for the slow way."""
+        if row.messages is None or not self._is_plain(row):
+            return None
+        roles = _roles(row)
+        if roles not in self._patterns:
+            self._patterns[roles] = self._learn(row)
+        pattern = self._patterns[roles]
+        return None if pattern is None else (pattern, *_fill(pattern, row))
+
+    def _is_plain(self, row: Row) -> bool:
+        for message in row.messages or ():
+            content = message["content"]
+            if len(message) > 2 or not isinstance(content, str) or not content or content != content.strip():
+                return False
+            if self._special.search(content):
+                return False
+        return True
+
+    def _learn(self, row: Row) -> _Pattern | None:
+        """The pattern of this row's roles, from place-holders and from this row done the slow way; None if there is none."""
+        assert row.messages is not None
+        empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
+        try:
+            rest = self._renderer.text(empty, False)
+            (slow,) = self._slow(row)
+        except (DataError, ValueError):  # the slow way will say what is wrong, or gives a row an answer
+            return None
+        literals = []
+        for message in empty:
+            literal, found, rest = rest.partition(message["content"])
+            literals.append(literal)
+            if not found or message["content"] in rest:
+                return None
+        pattern = _Pattern([*literals, rest])
+        text, anchors = _fill(pattern, row)
+        encoded = self._renderer.encode(text)
+        if text != self._renderer.text(row.messages, False) or encoded.ids != slow.ids:
+            return None
+        borders = [
+            0,
+            *(i for i in range(1, len(slow.ids)) if slow.supervised[i] != slow.supervised[i - 1]),
+            len(slow.ids),
+        ]
+        for start, stop in zip(borders, borders[1:], strict=False):
+            if start < stop and slow.supervised[start]:
+                first, last = encoded.offsets[start][0], encoded.offsets[stop - 1][1]
+                after = bisect_left(anchors, first)
+                before = bisect_right(anchors, last) - 1
+                pattern.runs.append(((after, first - anchors[after]), (before, last - anchors[before])))
+        for stop in slow.stops:
+            place = encoded.offsets[stop][0]
+            before = bisect_right(anchors, place) - 1
+            pattern.stops.append((before, place - anchors[before]))
+        return pattern
+
+
+def _roles(row: Row) -> tuple[str, ...]:
+    return tuple(message["role"] for message in row.messages or ())
+
+
+def _fill(pattern: _Pattern, row: Row) -> tuple[str, list[int]]:
+    """The row's text and its anchors, as character positions."""
+    pieces = [pattern.literals[0]]
+    for message, literal in zip(row.messages or (), pattern.literals[1:], strict=True):
+        pieces += [message["content"], literal]
+    ends = list(accumulate(len(piece) for piece in pieces))
+    return "".join(pieces), [0, *ends]
+
+
+def _mask(pattern: _Pattern, encoding: Any, anchors: list[int]) -> Rendered:
+    """Ids and mask of one encoded text."""
+    ids = list(encoding.ids)
+    supervised = [False] * len(ids)
+    for (after, ahead), (before, behind) in pattern.runs:
+        start = _token_at(encoding, anchors[after] + ahead, anchors[-1], len(ids))
+        stop = _token_at(encoding, anchors[before] + behind, anchors[-1], len(ids))
+        supervised[start:stop] = [True] * (stop - start)
+    stops = [_token_at(encoding, anchors[before] + behind, anchors[-1], len(ids)) for before, behind in pattern.stops]
+    return Rendered(ids, supervised, stops)
+
+
+def _token_at(encoding: Any, place: int, end: int, num_tokens: int) -> int:
+    """The first token that begins at character ``place`` or later."""
+    for position in range(place, end):
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return token if encoding.token_to_chars(token)[0] >= place else token + 1
+    return num_tokens
+
+
+def _constants(template: str) -> set[str]:
+    """Strings of two and more characters that the template's code could look for in a content."""
+    from jinja2 import Environment, nodes
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = environment.parse(template.replace("{% generation", "{% if true").replace("{% endgeneration", "{% endif"))
+    found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return {text.strip() for text in found if len(text.strip()) > 1}

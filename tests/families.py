@@ -54,7 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_inner": 32} | NO_DROPOUT,
     "mpt": {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "expansion_ratio": 2},
     "lfm2": KV | {"layer_types": ["conv", "full_attention"]},
-    "minimax": WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": KV | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 1},
     "qwen3_moe": WIDE | EXPERTS | {"num_experts": 4, "decoder_sparse_step": 1},
     "mixtral": KV | {"num_local_experts": 4, "num_experts_per_tok": 2},

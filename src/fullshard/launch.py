@@ -141,6 +141,8 @@ def prepare_run(
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
     asked, config = config.model, with_model_folder(config)
     folder = Path(config.model.path)
+    if folder.parent.name == "snapshots" and not asked.revision:  # huggingface_hub's cache: the folder is the commit
+        asked = asked.model_copy(update={"revision": folder.name})
     model = build_on_meta(folder)
     WeightMap(model, WeightFiles(folder), str(folder))
     if config.train.router_loss:
@@ -384,7 +386,9 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks |
     asked = values.pop(ASKED, values["model"])
     if not Path(values["model"]["path"]).is_dir():  # another node's cache may lie elsewhere
         values["model"] = asked
-    config = with_model_folder(config_from_dict(values, str(run / CONFIG)))
+    config = config_from_dict(values, str(run / CONFIG))
+    ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
+    config = with_model_folder(config)
     run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return read_result(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -53,6 +54,8 @@ def claim_run(run: Path) -> IO[str]:
         raise ConfigError(
             f"{run} is being trained now, by process {process}.", f"Wait, or end it: kill {process}"
         ) from None
+    except OSError as error:  # a file system without locks
+        logging.getLogger(__name__).warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

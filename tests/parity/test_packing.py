@@ -18,7 +18,7 @@ from fullshard.train.loss import LossModel
 ROWS = [torch.arange(8, 14), torch.arange(20, 27)]  # A of 6 tokens, B of 7
 POSITIONS = torch.cat([torch.arange(len(row)) for row in ROWS])[None]
 MASKS_INSTEAD = {"stablelm", "nemotron", "falcon", "gpt_neo"}  # their attention does not reach ours; masks serve
-REFUSED = {"bloom", "mpt", "lfm2", "minimax"}  # positions by bias, convolutions, linear attention
+REFUSED = {"bloom", "mpt", "lfm2"}  # positions by bias, convolutions
 
 
 def shifted(row: torch.Tensor) -> torch.Tensor:

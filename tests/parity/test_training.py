@@ -49,10 +49,10 @@ def make_run(folder: Path, model: Path, method: str = "full", packing: bool = Fa
     return config
 
 
-def train_on_ranks(ranks, run: str, config: dict, micro_batch: list, resume_step: int | None = None):
+def train_on_ranks(ranks, run: str, config: dict, micro_batch: list, resume_step: int | None = None, precision="fp32"):
     from fullshard.train.loop import run_rank
 
-    plan = {"micro_batch": micro_batch, "precision": "fp32", "recompute": False}
+    plan = {"micro_batch": micro_batch, "precision": precision, "recompute": False}
     run_rank(Path(run), config_from_dict(config), plan, ranks, resume_step, True)
 
 

@@ -31,6 +31,12 @@ def one_bf16_step(ranks, path: str):
     config = recipe(path, "lora")
     built = build_sharded(config, ranks, precision_of("bf16"), False)
     optimizer = build_optimizer(config, built.sharded)
+    computed = set()
+    for name, module in built.loss_model.named_modules():
+        if name.endswith(("lora_A.default", "mlp.up_proj")):
+            module.register_forward_hook(
+                lambda module, inputs, output, name=name: computed.add((name.split(".")[-1], str(output.dtype)))
+            )
     before = {shard.name: shard.value.clone() for shard in built.sharded.shards()}
     labels = torch.roll(IDS, -1, 1)
     gradients = {}
@@ -45,7 +51,7 @@ def one_bf16_step(ranks, path: str):
     for shard in built.sharded.shards():
         changed = not torch.equal(shard.value, before[shard.name])
         facts[shard.name] = (str(shard.value.dtype), shard.trainable, gradients[shard.name], changed)
-    return built.report, facts
+    return built.report, facts, sorted(computed)
 
 
 def test_mixed_dtypes_with_lora(tmp_path):
@@ -54,7 +60,7 @@ def test_mixed_dtypes_with_lora(tmp_path):
     tensors = load_file(path / "model.safetensors")
     tensors = {name: value if "norm" in name else value.bfloat16() for name, value in tensors.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    (report, facts), (_, other) = pool(2).run(one_bf16_step, str(path))
+    (report, facts, computed), (_, other, _) = pool(2).run(one_bf16_step, str(path))
     assert facts == other
     for name, (dtype, trained, has_gradient, changed) in facts.items():
         expected = ("torch.float32", True, True, True) if is_adapter(name) else ("torch.bfloat16", False, False, False)
@@ -62,9 +68,10 @@ def test_mixed_dtypes_with_lora(tmp_path):
     table = [line.split() for line in report if line.split()[0] in ("adapters", "matrices", "norms")]
     assert table == [
         ["matrices", "16", "bf16", "bf16", "bf16", "-", "frozen"],
-        ["adapters", "8", "-", "fp32", "bf16", "fp32", "yes"],
+        ["adapters", "8", "-", "fp32", "fp32", "fp32", "yes"],
         ["norms", "and", "biases", "5", "f32", "bf16", "bf16", "-", "frozen"],
     ]
+    assert computed == [("default", "torch.float32"), ("up_proj", "torch.bfloat16")]  # what the table says
     assert sum(is_adapter(name) for name in facts) == 8 and len(facts) == 16 + 8 + 5
 
 

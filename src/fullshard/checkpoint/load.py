@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from fullshard.checkpoint.format import Manifest, StoredTensor, overlap, read_manifest
+from fullshard.checkpoint.format import Manifest, overlap, read_manifest
+from fullshard.errors import CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.shard import ShardedModel
 
@@ -16,32 +17,39 @@ from fullshard.shard import ShardedModel
 class RangeReader:
     """Ranges of the stored tensors of one checkpoint folder. Memory maps: only what is asked for is read."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
-        self.manifest = manifest or read_manifest(folder)
-        self._folder = folder
+    def __init__(self, folder: Path) -> None:
+        """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
+        self.folder = folder
+        self.manifest = read_manifest(folder)
         self._handles: dict[str, Any] = {}
         self._stored = {(stored.name, stored.kind): stored for stored in self.manifest.tensors}
 
-    def stored(self, name: str, kind: str = "weight") -> StoredTensor:
-        """The description of one tensor; CheckpointError where it is missing."""
-        return self._stored.get((name, kind)) or self.manifest.tensor(name, kind)
-
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
-        stored = self.stored(name, kind)
+        stored = self._stored.get((name, kind)) or self.manifest.tensor(name, kind)
         stop = stored.num_elements if stop is None else stop
         parts = []
         for piece in stored.pieces:
             low, high = overlap(piece, start, stop)
             if low < high:
-                handle = self._handle(piece.file)
-                parts.append(handle.get_slice(piece.key)[low - piece.start : high - piece.start])
+                values = self.open_file(piece.file).get_slice(piece.key)
+                if values.get_shape() != [piece.stop - piece.start]:
+                    raise CheckpointError(
+                        f"{self.folder / piece.file}: {piece.key} has shape {values.get_shape()}, the manifest says"
+                        f" [{piece.stop - piece.start}].",
+                        "Use another step.",
+                    )
+                parts.append(values[low - piece.start : high - piece.start])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._handles:
-            self._handles[file] = safe_open(self._folder / file, framework="pt")
-        return self._handles[file]
+    def open_file(self, name: str) -> Any:
+        """The safetensors handle of one of its files."""
+        if name not in self._handles:
+            try:
+                self._handles[name] = safe_open(self.folder / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.folder / name} is not readable: {error}", "Use another step.") from None
+        return self._handles[name]
 
 
 @torch.no_grad()

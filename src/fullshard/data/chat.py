@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import Blame, DataError, ModelError
+from fullshard.run_folder import read_json
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_TEMPLATE_HINT = (
@@ -55,15 +56,32 @@ class Turn:
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
-    """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none."""
+    """The tokenizer of a model folder with ``add_tokens``, without network.
+
+    Raises ModelError where there is none, and where a token is none to add: it has a trained row already.
+    """
     from transformers import AutoTokenizer
 
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        rows, vocabulary = (num_embeddings(Path(path)) or 0, tokenizer.get_vocab()) if add_tokens else (0, {})
+        for token in add_tokens:
+            if vocabulary.get(token, rows) < rows:
+                message = f"model.add_tokens: {token!r} is a token of the model already (id {vocabulary[token]})."
+                raise ModelError(message, "Leave it out; its row would start anew.")
         tokenizer.add_tokens(list(add_tokens))
         if tokenizer.chat_template:  # one text, or several of which one is the default
             tokenizer.get_chat_template().encode()
         return tokenizer
+
+
+def num_embeddings(model: Path) -> int | None:
+    """Rows of the embedding by the model's config.json; None where it does not say."""
+    if not (model / "config.json").is_file():
+        return None
+    settings = read_json(model / "config.json")
+    size = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
+    return int(size) if size else None
 
 
 def added_ids(tokenizer: Any, add_tokens: Sequence[str]) -> tuple[int, ...]:
@@ -71,15 +89,15 @@ def added_ids(tokenizer: Any, add_tokens: Sequence[str]) -> tuple[int, ...]:
     return tuple(int(tokenizer.convert_tokens_to_ids(token)) for token in add_tokens)
 
 
-def check_tokenizer(tokenizer: Any, num_embeddings: int) -> None:
-    """Raise DataError if pad, bos, eos or unk has an id that the model's embedding (``num_embeddings`` rows) lacks."""
+def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
+    """Raise DataError if pad, bos, eos or unk has an id that the model's embedding (``num_rows``) lacks."""
     for name in ("pad", "bos", "eos", "unk"):
         number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None and number >= num_embeddings:
+        if number is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
             raise DataError(
                 f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has"
-                f" {num_embeddings} rows (ids 0 to {num_embeddings - 1}).",
+                f" {num_rows} rows (ids 0 to {num_rows - 1}).",
                 f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token that the model"
                 " has (eos serves as pad here).",
             )

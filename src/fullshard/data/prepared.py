@@ -83,7 +83,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
-    num_embeddings = _num_embeddings(Path(config.model.path))
+    num_embeddings = chat.num_embeddings(Path(config.model.path))
     if num_embeddings is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
         num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
@@ -367,15 +367,6 @@ def _input_key(config: RunConfig, tokenizer: Any, train: Source, held_out: Sourc
             digest.update(f"{row.origin}\0{row.content}\n".encode())
         digest.update(b"\0")
     return digest.hexdigest()
-
-
-def _num_embeddings(model: Path) -> int | None:
-    """Rows of the embedding by the model's config.json; None where it does not say."""
-    if not (model / "config.json").is_file():
-        return None
-    settings = read_json(model / "config.json")
-    size = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
-    return int(size) if size else None
 
 
 def _fresh(folder: Path) -> Path:

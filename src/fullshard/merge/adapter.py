@@ -105,7 +105,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
 def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names: ModelNames) -> tuple[Adapter, bool]:
     """One adapter and whether its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
     suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
-    down, up = (checkpoint.read(f"{module}.lora_{suffix}").float() for suffix in suffixes)
+    down, up = (checkpoint.whole(f"{module}.lora_{suffix}").float() for suffix in suffixes)
     moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
     if place.layout in ("experts", "experts_in_out"):
         experts = names.shapes[place.parameter][0]
@@ -117,7 +117,7 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names
         left, right = down.transpose(-2, -1), up.transpose(-2, -1)
     if not place.has_magnitude:
         return Adapter(left, right, place.scale), moved
-    magnitude = checkpoint.read(f"{module}.lora_magnitude_vector").float()
+    magnitude = checkpoint.whole(f"{module}.lora_magnitude_vector").float()
     whole = Adapter(left, right, place.scale).fold(names.weights.read_whole(place.parameter), 0)
     if place.layout == "conv1d":
         return Adapter(left, right, place.scale, column_factor=magnitude / whole.norm(dim=0)), moved

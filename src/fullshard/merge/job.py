@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format import hash_file
+from fullshard.checkpoint.verify import verify_checkpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
 from fullshard.infer.model_folder import MERGE_FACTS
@@ -95,7 +96,7 @@ def merge_run(
         raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
     tokens, logits = checkpoint.proof()
     say("checking the checkpoint")
-    input_hashes = checkpoint.check_hashes()
+    input_hashes = {name: facts["blake2b"] for name, facts in verify_checkpoint(folder).files.items()}
     trainer = checkpoint.manifest.trainer
     is_lora = checkpoint.manifest.method == "lora"
     if is_lora and not trainer.get("adapter"):
@@ -111,6 +112,8 @@ def merge_run(
         weight_files = write_weights(unfinished, outputs, shard_bytes)
         copied = copy_tokenizer_files(base, unfinished)
         if tokenizer is not None:
+            for key in ("is_local", "local_files_only"):  # how it was read here is no fact of the tokenizer
+                tokenizer.init_kwargs.pop(key, None)
             tokenizer.save_pretrained(unfinished)
         notes = write_configs(base, unfinished, main_dtype(outputs), _trained_stop_ids(run), names.vocabulary_size)
         say("proving")

@@ -41,7 +41,7 @@ class ExactWeights:
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
             if canonical in self._trained:
-                yield self._checkpoint.read_range(canonical, start, stop)
+                yield self._checkpoint.read(canonical, start=start, stop=stop)
                 continue
             rows = self._names.weights.read(name, start, stop)
             if canonical in self._folded:

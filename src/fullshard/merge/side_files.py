@@ -13,21 +13,8 @@ import yaml
 
 from fullshard.infer.model_folder import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
 from fullshard.merge.writer import OutputTensor
+from fullshard.model.load import SIDE_FILES
 from fullshard.run_folder import read_json, write_json
-
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "processor_config.json",
-)
-LICENCE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
@@ -42,15 +29,13 @@ def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
 def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
     """Copy tokenizer files, chat templates and licence texts byte for byte; return their names."""
     copied = []
-    for pattern in (*TOKENIZER_PATTERNS, *LICENCE_PATTERNS):
+    for pattern in SIDE_FILES:
         for path in sorted(base.glob(pattern)):
-            if path.name in copied:
-                continue
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name)
-            else:
-                shutil.copyfile(path, folder / path.name)
-            copied.append(path.name)
+            name = path.relative_to(base).as_posix()
+            if path.is_file() and name not in copied:
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, folder / name)
+                copied.append(name)
     return copied
 
 

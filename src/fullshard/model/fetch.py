@@ -16,14 +16,10 @@ from typing import NamedTuple
 
 from fullshard.config import RunConfig
 from fullshard.errors import ModelError
-from fullshard.model.load import INDEX, check_model_folder, weight_names
+from fullshard.model.load import INDEX, SIDE_FILES, check_model_folder, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SIDE_FILES = (
-    *("config.json", "generation_config.json", INDEX, "README.md", "LICENSE*", "LICENCE*", "NOTICE*", "chat_template*"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json"),
-    *("*.model", "*.tiktoken"),
-)
+FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS = """Other ways:
      a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
      ModelScope:  pip install 'fullshard[modelscope]', then model.source=modelscope in the recipe
@@ -65,13 +61,13 @@ def with_model_folder(config: RunConfig, weights: bool = True) -> RunConfig:
 def _download(model_id: str, source: str, revision: str | None, weights: bool) -> Path:
     hub = _modelscope(model_id) if source == "modelscope" else _huggingface()
     try:
-        folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(SIDE_FILES)))
+        folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
         problem = _unfit(hub.sizes(model_id, revision), missing, folder) if missing else None
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
-            folder = Path(hub.download(model_id, revision=revision, allow_patterns=[*SIDE_FILES, *missing]))
+            folder = Path(hub.download(model_id, revision=revision, allow_patterns=[*FETCHED, *missing]))
     except hub.errors as error:
         problem = _reason(error)
     if problem:

@@ -6,6 +6,7 @@ touches only its own ranges.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,16 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SIDE_FILES = (  # tokenizer, chat templates and licence: what is fetched and what a merged folder takes over
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
+    *("vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "processor_config.json"),
+    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
+)
+SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 REFUSED_FAMILIES = {  # by transformers' model_type, as tried with tiny models on transformers 5.24
     "rwkv": "its forward changes tensors in place, so that backward fails",
     "falcon_h1": "its mup_vector buffers are in no file and not made by the model's own initialisation",
+    "minimax": "its linear attention's fp32 buffers do not mix with bf16 weights",
     "phimoe": "its router draws random numbers in training, so that the loss depends on the number of ranks",
 }
 
@@ -86,6 +94,20 @@ class WeightFiles:
             except SafetensorError as error:
                 raise ModelError(f"{folder / file} is damaged: {error}", "Download this file again.") from None
 
+        self.files = [folder / file for file in weight_names(folder)]
+
+    def fingerprint(self) -> str:
+        """A hash of config.json and, of each weight file, of its name, size and samples of its bytes; cheap, for ranks."""
+        digest = hashlib.blake2b((self.files[0].parent / "config.json").read_bytes(), digest_size=16)
+        for path in self.files:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with open(path, "rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(size * sample // SAMPLES)
+                    digest.update(file.read(1 << 12))
+        return digest.hexdigest()
+
     def names(self) -> list[str]:
         """Names of all tensors in the files."""
         return list(self._places)
@@ -116,6 +138,9 @@ def _refuse_untrainable(config: Any, path: str | Path) -> None:
     if config.model_type in REFUSED_FAMILIES:
         message = f"{config.model_type} models are refused: {REFUSED_FAMILIES[config.model_type]}."
         raise ModelError(message, "What works: docs/models.md")
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        message = f"{config.model_type} models see or hear; only text models can be trained."
+        raise ModelError(message, "Take the family's text model, where there is one.")
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method

@@ -8,6 +8,7 @@ needs, convert, slice, drop. The same table reversed gives the export its origin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from fullshard.errors import ModelError
 from fullshard.model.load import WeightFiles
 
 FLOATS = ("F32", "BF16", "F16", "F64")
-CACHED_GROUPS = 4  # an export in the files' order goes back and forth between the two groups of an expert layer
+RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
 
 
 @dataclass(eq=False)
@@ -63,7 +64,8 @@ class WeightMap:
         self._aliases = _aliases(model)
         self._grown = _vocabulary_tensors(model) if new_ids else set()
         self._match(model, converters)
-        self._cache: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
+        self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
+        self._restored: dict[str, dict[str, torch.Tensor]] = {}
         self._means: dict[str, torch.Tensor] = {}
         self._check(model)
 
@@ -111,10 +113,11 @@ class WeightMap:
         the files in order converts each group once.
         """
         group = self._groups[file_name]
-        key = (group.target, True)
-        if key not in self._cache:
-            self._keep(key, self._reverse(group, {name: whole(name) for name in group.outputs}))
-        return self._cache[key][file_name]
+        if group.target not in self._restored:
+            while len(self._restored) >= RESTORED_GROUPS:
+                del self._restored[next(iter(self._restored))]
+            self._restored[group.target] = self._reverse(group, {name: whole(name) for name in group.outputs})
+        return self._restored[group.target][file_name]
 
     def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
         state = model.state_dict()
@@ -139,6 +142,12 @@ class WeightMap:
         if group.converter is None:
             group.outputs = [group.target]
             return
+        counts = Counter(pattern for pattern, _ in group.sources)
+        if len(set(counts.values())) > 1 or len(counts) < len(group.converter.source_patterns):
+            raise ModelError(
+                f"{self._where} is incomplete: {group.target} is made of {dict(counts)} tensors, not as many of each.",
+                "Download the whole model folder again.",
+            )
         empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
         try:
             made = self._forward(group, empty)
@@ -179,22 +188,24 @@ class WeightMap:
         return name.removeprefix(f"{self._prefix}.")
 
     def _converted(self, group: _Group) -> dict[str, torch.Tensor]:
-        key = (group.target, False)
-        if key not in self._cache:
-            self._cache.clear()  # one target at a time
-            self._keep(key, self._forward(group, {name: self.files.read(name) for _, name in group.sources}))
-        return self._cache[key]
-
-    def _keep(self, key: tuple[str, bool], value: dict[str, torch.Tensor]) -> None:
-        while len(self._cache) >= CACHED_GROUPS:
-            del self._cache[next(iter(self._cache))]
-        self._cache[key] = value
+        if self._converted_group[0] != group.target:
+            self._converted_group = ("", {})  # let go of the last one first
+            made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
+            self._converted_group = (group.target, made)
+        return self._converted_group[1]
 
     def _source_name(self, name: str) -> str:
         """The name under which the files hold it: a tied weight may lie there under any of its names."""
         return next((alias for alias in self._aliases.get(name, (name,)) if alias in self._outputs), name)
 
     def _check(self, model: nn.Module) -> None:
+        for names in set(self._aliases.values()):
+            stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
+            if any(not torch.equal(value, stored[0]) for value in stored[1:]):
+                raise ModelError(
+                    f"{self._where}: config.json ties {' and '.join(names)}, but the files hold different values.",
+                    'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.',
+                )
         parameters = [name for name, _ in model.named_parameters()]
         missing = [name for name in parameters if not self.has(name)]
         if missing:

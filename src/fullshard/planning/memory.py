@@ -113,15 +113,16 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
         lines.append(Line("vocabulary", _share((8 + states) * job.vocabulary, ranks), vocabulary, "always"))
     gathered = gathered_parameters(shape)
     lines.append(Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"))
-    if trained and job.accumulates:
-        lines.append(Line("kept gradients", 4 * size, f"4 x {size:,}, more than one micro-batch", "backward"))
-    if trained:
-        unit = largest_unit(shape)
+    sharded = trained or job.vocabulary  # trained parameters that are cut over the ranks
+    if sharded and job.accumulates:
+        lines.append(Line("kept gradients", 4 * sharded, f"4 x {sharded:,}, more than one micro-batch", "backward"))
+    if sharded:
+        unit = min(largest_unit(shape), sharded)
         lines.append(Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"))
     lines += _activation_lines(shape, job)
     slack = int(SLACK * _backward_bytes(lines))
     lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
-    moved = _share(4 * trained, ranks) if trained else 4 * job.adapters
+    moved = _share(4 * sharded, ranks) + 4 * job.adapters
     if job.optimizer == "adamw":
         lines.append(Line("optimizer temporary", moved, "4 x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]

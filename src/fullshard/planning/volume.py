@@ -70,6 +70,7 @@ def _is_prepared_for(run: Path, config: RunConfig) -> bool:
     return (
         made["data"] == config.data.model_dump(mode="json")
         and made["train"]["seed"] == config.train.seed
+        and made["model"]["add_tokens"] == config.model.add_tokens
         and Path(made["model"]["path"]) == Path(config.model.path).expanduser().resolve()
     )
 

@@ -1,8 +1,7 @@
 """The torch engine: PyTorch's ``fully_shard`` (FSDP2) behind our interface.
 
 Guards for what its defaults would do silently: gradients are summed and never divided (averages and pre-multiplied sums
-differ by backend); 0-d tensors, tensors with fewer rows than ranks and adapters stay out of it, replicated, and are
-summed by us in one flat all-reduce; the root is resharded after a forward without gradients.
+differ by backend); 0-d tensors and adapters stay out of it, replicated, and are summed by us in one flat all-reduce; the root is resharded after a forward without gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class TorchShardedModel:
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
         whole = set(replicated)
         for parameter in model.parameters():
-            if parameter.dim() == 0 or parameter.shape[0] < self._num_ranks:
+            if parameter.dim() == 0:
                 whole.add(parameter)
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
         policy = MixedPrecisionPolicy(

@@ -43,17 +43,17 @@ def describe(precision: Precision, method: str) -> str:
     return f"fp32 masters{frozen}, compute {NAMES[precision.compute]}, reduce {NAMES[precision.reduce]}"
 
 
-def storage_table(rows: list[tuple[str, str, torch.dtype, bool]], precision: Precision) -> list[str]:
+def storage_table(rows: list[tuple[str, str, torch.dtype, torch.dtype, bool]], precision: Precision) -> list[str]:
     """Lines for the log: per group of parameters the dtypes in the files, at rest, in compute and in reduction.
 
-    ``rows``: (group, dtype in the files, dtype at rest, trained) of each parameter.
+    ``rows``: (group, dtype in the files, dtype at rest, dtype of compute, trained) of each parameter.
     """
     counts = Counter(rows)
     lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
-    for (group, file_dtype, dtype, trained), count in counts.items():
+    for (group, file_dtype, dtype, compute, trained), count in counts.items():
         reduced = NAMES[precision.reduce] if trained else "-"
         lines.append(
-            f"{group:17} {count:7}  {file_dtype.lower():5}  {NAMES[dtype]:7}  {NAMES[precision.compute]:7}"
+            f"{group:17} {count:7}  {file_dtype.lower():5}  {NAMES[dtype]:7}  {NAMES[compute]:7}"
             f"  {reduced:6}  {'yes' if trained else 'frozen'}"
         )
     return lines

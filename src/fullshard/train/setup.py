@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.config import RunConfig
-from fullshard.errors import ConfigError, TrainError
+from fullshard.errors import ConfigError, ModelError, TrainError
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units, is_tied
@@ -46,7 +46,12 @@ def build_sharded(
     ``new_ids``: token ids that ``model.add_tokens`` brought; their rows start as the mean of the others.
     """
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
-    weights = WeightMap(causal_lm, WeightFiles(config.model.path), config.model.path, new_ids)
+    files = WeightFiles(config.model.path)
+    for rank, other in enumerate(ranks.gather_objects(files.fingerprint())):
+        if other != files.fingerprint():
+            message = f"{config.model.path} is another model on rank {rank} than on rank {ranks.rank}."
+            raise TrainError(message, "Give all nodes the same files; for an id, set model.revision to one commit.")
+    weights = WeightMap(causal_lm, files, config.model.path, new_ids)
     tied = is_tied(causal_lm)
     if config.method == "lora":
         add_adapters(causal_lm, config.lora, trains_vocabulary=bool(new_ids))
@@ -63,7 +68,7 @@ def build_sharded(
     _materialize(loss_model, ranks.device)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
-    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
+    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks), *loss_model.routing_note]
     return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
 
 
@@ -74,7 +79,8 @@ def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision)
         adapter = is_adapter(shard.name)
         group = "adapters" if adapter else "matrices" if len(shard.full_shape) > 1 else "norms and biases"
         file_dtype = "-" if adapter else weights.dtype(base_name(shard.name))
-        rows.append((group, file_dtype, shard.value.dtype, shard.trainable))
+        compute = shard.value.dtype if adapter else precision.compute  # PEFT computes adapters in their own dtype
+        rows.append((group, file_dtype, shard.value.dtype, compute, shard.trainable))
     return storage_table(rows, precision)
 
 
@@ -128,10 +134,16 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
     """
     built.loss_model.eval()
     ours = built.loss_model(input_ids, None)
+    changed = torch.cat([input_ids[:, :-1], input_ids[:, -1:] ^ 1], 1)
+    ahead = (built.loss_model(changed, None) - ours)[:, :-1].abs().max() if input_ids.shape[1] > 1 else torch.zeros(())
     own = built.loss_model(input_ids, None, own_logits=True)
     built.loss_model.train()
     built.sharded.after_step()
-    difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
+    largest = own.abs().max().clamp_min(1e-6)
+    if float(ahead / largest) > LEAK_TOLERANCE[precision.compute]:
+        family = type(built.loss_model.causal_lm).__name__
+        raise ModelError(f"{family} looks ahead: a later token changes earlier logits.", "A causal model is needed.")
+    difference = float((ours - own).abs().max() / largest)
     if difference <= LOSS_PATH_TOLERANCE[precision.compute]:
         return f"loss path: equal to the model's own logits (largest relative difference {difference:.1e})"
     built.loss_model.uses_own_logits = True

@@ -99,7 +99,7 @@ def facts_of(family: str, folder: Path) -> dict[str, bool]:
         "converted": any(weights.is_converted(name) for name in names if weights.parameters_of(name)),
         "renamed": any(weights.parameters_of(name) not in ([name], []) for name in names),
         "bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
-        "scale": any(getattr(settings, key, None) for key in ("logits_scaling", "logit_scale", "lm_head_multiplier")),
+        "scale": any(getattr(settings, key, None) for key in ("logits_scaling", "logit_scale")),
         "cap": bool(getattr(settings, "final_logit_softcapping", None)),
         "eager": attention_for(model.config) == "eager",
     }

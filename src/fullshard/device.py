@@ -159,16 +159,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def anonymous_memory_bytes() -> int:
-    """Anonymous (not file-backed) resident memory of this process; the resident set where /proc is missing."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new peak measurement; silently impossible in some containers on CPU (the peak then spans the process)."""
     if device.type != "cpu":

@@ -111,14 +111,9 @@ class Ranks:
         raise problem
 
 
-def local_rank() -> int:
-    """This process's index on its node, from the launcher's environment."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def start_ranks() -> Ranks:
     """Join the process group that the launcher's environment variables describe. CPU threads: cores // local ranks."""
-    local = local_rank()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     set_threads(num_cores() // local_ranks)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,6 +61,16 @@ def claim_run(run: Path) -> IO[str]:
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+def publish_folder(unfinished: Path, final: Path) -> None:
+    """Give a finished folder its name; an older one is set aside first and deleted last. The rename outlives a crash."""
+    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    if final.exists():
+        os.replace(final, old)
+    os.replace(unfinished, final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

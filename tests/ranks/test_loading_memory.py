@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from rank_pool import pool
 from tiny_models import make_model
@@ -12,9 +13,14 @@ from fullshard.config import config_from_dict
 ALLOWANCE_BYTES = 100_000_000
 
 
+def anonymous_memory_bytes() -> int:
+    """Anonymous (not file-backed) resident memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
 def peak_while_loading(ranks, path):
     """(baseline, peak, shard bytes, largest tensor bytes), sampled every 2 ms by a thread."""
-    from fullshard.device import anonymous_memory_bytes
     from fullshard.train.precision import precision_of
     from fullshard.train.setup import build_sharded
 

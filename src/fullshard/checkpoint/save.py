@@ -15,7 +15,7 @@ from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, Stored
 from fullshard.errors import Blame, CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
-from fullshard.run_folder import checkpoint_path, list_checkpoints, sync_folder, write_json
+from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_folder, write_json
 from fullshard.shard import ShardedModel
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -68,12 +68,7 @@ def save_checkpoint(
         with written:
             write_json(temporary / MANIFEST, manifest.to_json())
             sync_folder(temporary)
-        old = final.with_name(f".{final.name}.old")
-        if final.exists():  # set aside, not deleted, until the new one is in place
-            os.replace(final, old)
-        os.replace(temporary, final)
-        shutil.rmtree(old, ignore_errors=True)
-        sync_folder(final.parent)
+        publish_folder(temporary, final)
         for _, path in list_checkpoints(run)[:-keep_last]:
             shutil.rmtree(path)
     ranks.barrier()

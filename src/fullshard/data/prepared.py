@@ -25,7 +25,7 @@ from fullshard.data.pack import shuffle
 from fullshard.data.sources import Source, read_source
 from fullshard.errors import DataError
 from fullshard.model.fetch import with_model_folder
-from fullshard.run_folder import DATA, SCHEMA_VERSION, read_json, write_json
+from fullshard.run_folder import DATA, SCHEMA_VERSION, publish_folder, read_json, write_json
 
 META = "meta.json"
 Progress = Callable[[str, int, int], None]  # split, rows done, rows in all
@@ -101,7 +101,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
         result = _prepare_into(temporary, config, tokenizer, (train, held_out), num_embeddings, progress)
         result["key"] = key
         write_json(temporary / DATA, result)
-        _publish(temporary, folder)
+        publish_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return result
@@ -121,7 +121,7 @@ def prepare_file(
     temporary = _fresh(folder.with_name(f".{folder.name}.{os.getpid()}.tmp"))
     try:
         result = write_split(source, data, tokenizer, temporary, folder.name, None, progress)
-        _publish(temporary, folder)
+        publish_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return result
@@ -376,10 +376,3 @@ def _fresh(folder: Path) -> Path:
     except OSError as error:
         raise DataError(f"{folder.parent} cannot be written: {error.strerror}.", "Choose another folder.") from None
     return folder
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Put the finished folder in place of an older one of ours."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(temporary, folder)

@@ -31,9 +31,9 @@ from fullshard.run_folder import (
     MERGED,
     PLAN,
     newest_checkpoint,
+    publish_folder,
     read_json,
     require_run,
-    sync_folder,
     write_json,
 )
 
@@ -227,7 +227,7 @@ def _published(output: Path, num_bytes: int) -> Iterator[Path]:
             )
         yield unfinished
         _sync(unfinished)
-        _swap(unfinished, output)
+        publish_folder(unfinished, output)
     except OSError as error:
         raise MergeError(f"{output} cannot be written: {error}.", "Choose another with --output.") from error
     finally:
@@ -242,13 +242,3 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _swap(unfinished: Path, output: Path) -> None:
-    """Rename ``unfinished`` to ``output``; an older merge there is moved away first and deleted last."""
-    old = output.with_name(f".{output.name}.{os.getpid()}.old")
-    if output.exists():
-        os.rename(output, old)
-    os.rename(unfinished, output)
-    sync_folder(output.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -7,6 +7,7 @@ trained values as its twin, so that no stale copy can untie them; stacked expert
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -72,8 +73,7 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
         if parameters and not weights.is_converted(name):
             shape = weights.shape(parameters[0])  # grown where tokens were added
 
-            def blocks(parameter: str = parameters[0]) -> Iterator[torch.Tensor]:
-                return exact.blocks(parameter)
+            blocks = partial(exact.blocks, parameters[0])
 
         elif changed:
 
@@ -81,9 +81,7 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
                 yield weights.restore(name, exact.whole).reshape(-1)
 
         else:
-
-            def blocks(name: str = name) -> Iterator[torch.Tensor]:
-                yield from _copied_blocks(names, name)
+            blocks = partial(_copied_blocks, names, name)
 
         outputs.append(OutputTensor(name, shape, stored_dtype, blocks, exact_dtype))
     return outputs
@@ -112,9 +110,6 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
 
 
 def _copied_blocks(names: ModelNames, name: str) -> Iterator[torch.Tensor]:
-    files = names.weights.files
-    if not files.shape(name):
-        yield files.read(name).reshape(-1)
-        return
-    for start, stop in row_blocks(files.shape(name)):
-        yield files.read(name, start, stop).reshape(-1)
+    shape = names.weights.files.shape(name)
+    for start, stop in row_blocks(shape):
+        yield names.weights.files.read(name, *((start, stop) if shape else ())).reshape(-1)

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from fullshard.errors import MergeError
+from fullshard.model.load import INDEX
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
@@ -59,42 +61,26 @@ def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     return ((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
 
 
-def split_into_files(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
-    """Fill files in the given order up to ``shard_bytes`` each (one tensor at least)."""
-    files: list[list[OutputTensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if files[-1] and used + tensor.num_bytes > shard_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(tensor)
-        used += tensor.num_bytes
-    return files
-
-
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Write ``tensors`` into ``folder`` in Hugging Face's layout and return the names of the files made.
 
     One file is ``model.safetensors``; several are ``model-00001-of-0000N.safetensors`` with an index. Raises MergeError
     where a value does not fit the dtype (too large for fp16) or is not finite.
     """
-    files = split_into_files(tensors, shard_bytes)
-    total = len(files)
-    names = (
-        ["model.safetensors"]
-        if total == 1
-        else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    plan = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
     )
-    weight_map = {}
-    for name, content in zip(names, files, strict=True):
-        _write_file(folder / name, content)
-        weight_map |= {tensor.name: name for tensor in content}
-    if total > 1:
-        size = sum(tensor.num_bytes for tensor in tensors)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        names.append("model.safetensors.index.json")
-    return names
+    for file, names in plan.filename_to_tensors.items():
+        _write_file(folder / file, [by_name[name] for name in names])
+    if not plan.is_sharded:
+        return list(plan.filename_to_tensors)
+    index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [*plan.filename_to_tensors, INDEX]
 
 
 def _write_file(path: Path, tensors: list[OutputTensor]) -> None:

@@ -26,8 +26,9 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
     linear = [(name, type(module).__name__) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     routers = [name for name, kind in linear if "router" in kind.lower()]
+    targets = [lora.targets] if isinstance(lora.targets, str) and lora.targets != "all-linear" else lora.targets
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, exclude_modules=routers or None, target_modules=lora.targets if lora.targets == "all-linear" else _listed(lora),
+        r=lora.rank, lora_alpha=lora.alpha, exclude_modules=routers or None, target_modules=targets,
         lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", use_rslora=lora.variant == "rslora",
         use_dora=lora.variant == "dora",
     )  # fmt: skip
@@ -70,10 +71,6 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
         for module in (embedding, head):
             for parameter in module.parameters():
                 parameter.requires_grad_(True)
-
-
-def _listed(lora: LoraSection) -> list[str]:
-    return [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
 
 
 def _is_linear(module: nn.Module) -> bool:

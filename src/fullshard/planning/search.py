@@ -402,7 +402,7 @@ def measure_work(
     quantity = parse_quantity(config.train.global_batch)
     first = windows(lengths, config.train.seed, 0, quantity)
     per_epoch = len(first)
-    num_steps = count_steps(config, lengths)
+    num_steps = len(windows_of_run(lengths, config.train))
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
     area = micro_batches = 0
     typical: TypicalStep | None = None
@@ -428,11 +428,6 @@ def measure_work(
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
     )
     return work, typical, num_steps
-
-
-def count_steps(config: RunConfig, lengths: np.ndarray) -> int:
-    """Optimizer steps of the whole run."""
-    return len(windows_of_run(lengths, config.train))
 
 
 def _area(sequences: list[list[int]], lengths: np.ndarray) -> int:

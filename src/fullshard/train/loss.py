@@ -115,8 +115,6 @@ class LossModel(nn.Module):
             logits = logits / config.logits_scaling
         if getattr(config, "logit_scale", None):  # cohere
             logits = logits * config.logit_scale
-        if getattr(config, "lm_head_multiplier", None):  # falcon_h1
-            logits = logits * config.lm_head_multiplier
         if getattr(config, "final_logit_softcapping", None):  # gemma2, gemma3
             cap = config.final_logit_softcapping
             logits = torch.tanh(logits / cap) * cap

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fullshard.errors import MergeError
 from fullshard.merge import writer
-from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks, split_into_files, write_weights
+from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks, write_weights
 
 
 def output_of(name: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> OutputTensor:
@@ -44,12 +47,18 @@ def test_every_dtype_and_shape_comes_back(tmp_path, monkeypatch):
         ), name
 
 
-@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 120))
-def test_files_hold_every_tensor_once_in_order(sizes, shard_bytes):
-    tensors = [output_of(str(number), torch.zeros(size)) for number, size in enumerate(sizes)]
-    files = split_into_files(tensors, shard_bytes)
-    assert [tensor.name for file in files for tensor in file] == [tensor.name for tensor in tensors]
-    assert all(len(file) == 1 or sum(tensor.num_bytes for tensor in file) <= shard_bytes for file in files[:-1])
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 120))
+def test_files_hold_every_tensor_once_within_the_limit(sizes, shard_bytes):
+    tensors = [output_of(str(number), torch.full((size,), float(number))) for number, size in enumerate(sizes)]
+    with tempfile.TemporaryDirectory() as folder:
+        names = write_weights(Path(folder), tensors, shard_bytes)
+        files = {name: load_file(Path(folder, name)) for name in names if name.endswith(".safetensors")}
+    found = [(name, value) for file in files.values() for name, value in file.items()]
+    assert sorted(name for name, _ in found) == sorted(tensor.name for tensor in tensors)
+    assert all(value.numel() == sizes[int(name)] and bool((value == float(name)).all()) for name, value in found)
+    assert all(len(file) == 1 or sum(value.nbytes for value in file.values()) <= shard_bytes for file in files.values())
+    assert ("model.safetensors.index.json" in names) == (len(files) > 1)
 
 
 @given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 100))

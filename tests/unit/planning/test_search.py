@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fullshard.config import config_from_dict
-from fullshard.data.pack import windows
+from fullshard.data.pack import windows, windows_of_run
 from fullshard.errors import ConfigError, DataError, ModelError, PlanError
 from fullshard.planning import search
 from fullshard.planning.plan import format_bytes, format_minutes
-from fullshard.planning.search import Machine, choose, count_steps, longest_row, make_plan, measure_work, read_facts
+from fullshard.planning.search import Machine, choose, longest_row, make_plan, measure_work, read_facts
 from fullshard.planning.speed import Rates
 from fullshard.planning.volume import Volume, read_volume
 
@@ -206,9 +206,9 @@ def test_steps_are_those_of_the_windows(recipe, epochs, batch):
     for epoch in range(int(np.ceil(epochs))):
         of_epoch = len(windows(lengths, 3, epoch, (int(count), unit)))
         wanted += max(1, round(min(1.0, epochs - epoch) * of_epoch))
-    assert count_steps(config, lengths) == wanted
+    assert len(windows_of_run(lengths, config.train)) == wanted
     capped = recipe(train={"epochs": epochs, "global_batch": batch, "seed": 3, "max_steps": 2})
-    assert count_steps(capped, lengths) == 2
+    assert len(windows_of_run(lengths, capped.train)) == 2
 
 
 def test_work_counts_each_token_and_the_padding(recipe):

@@ -49,7 +49,11 @@ def sent_bytes(worth: float, parameters: float, ranks: int, bytes_each: int) -> 
 
 
 def gathered_in_a_step(shape: ModelShape, micro_batches: int = 1) -> int:
-    """Parameters that the torch engine gathers in a step: all units twice a micro-batch, [norm, head] only once."""
+    """Parameters that the torch engine gathers in a step: all units twice a micro-batch, [norm, head] only once.
+
+    For models whose head is a matrix of its own.
+    """
+    assert not shape.tied
     return micro_batches * (2 * (shape.parameters - shape.head) + shape.head)
 
 
@@ -68,11 +72,14 @@ def unfused_bytes(tokens: int, row: int, hidden: int, heads: int) -> int:
     return 34 * tokens * hidden + 5 * tokens * heads * row
 
 
-def measured_block_bytes(config: dict[str, Any], attention: str, tokens: int, fake: bool = True) -> dict[str, int]:
+def measured_block_bytes(
+    config: dict[str, Any], attention: str, tokens: int, packed: bool = False, fake: bool = True
+) -> dict[str, int]:
     """What autograd keeps of one block's forward on one row, in bf16, by what it is (see ``_kind``).
 
-    ``fake``: on torch's fake CPU tensors, which have shapes and no data, so that a block of any size costs nothing.
-    What all blocks share (rotary tables, the causal mask) and the weights are left out.
+    ``packed``: with the mask that packed documents need. ``fake``: on torch's fake CPU tensors, which have shapes and
+    no data, so that a block of any size costs nothing. What all blocks share (rotary tables, the mask that
+    transformers makes) and the weights are left out.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,7 +91,9 @@ def measured_block_bytes(config: dict[str, Any], attention: str, tokens: int, fa
         decoder = AutoModelForCausalLM.from_config(one, dtype=torch.bfloat16).model
         hidden = torch.zeros(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         tables = decoder.rotary_emb(hidden, torch.arange(tokens)[None])
-        mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16) if attention == "eager" else None
+        mask = None  # as transformers makes it: none for SDPA on whole rows, of truth values where rows are packed
+        if attention == "eager" or packed:
+            mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool if packed else torch.bfloat16)
         shared = [*decoder.parameters(), *tables, *([mask] if mask is not None else [])]
         ignored = {tensor.untyped_storage()._cdata for tensor in shared}
         kept: dict[int, tuple[str, int, Any]] = {}
@@ -236,6 +245,7 @@ class Numbers:
     plan: Plan
     moments: tuple[Moment, ...]
     sdpa: dict[str, int]  # what one block keeps of one row, by kind
+    packed: dict[str, int]  # SDPA with a mask
     eager: dict[str, int]
     card_bytes: int
 
@@ -259,6 +269,7 @@ def compute() -> Numbers:
         plan=plan,
         moments=tuple(step_moments(models[0].shape, job_of(plan))),
         sdpa=measured_block_bytes(settings, "sdpa", ROW_TOKENS),
+        packed=measured_block_bytes(settings, "sdpa", ROW_TOKENS, packed=True),
         eager=measured_block_bytes(settings, "eager", ROW_TOKENS),
         card_bytes=parse_devices(DEVICES)[1].usable_bytes,
     )

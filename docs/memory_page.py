@@ -17,14 +17,17 @@ import memory_words
 from memory_figures import gigabytes
 from memory_numbers import (
     DEVICES,
+    OURS,
     RECIPE,
     ROOT,
     ROW_TOKENS,
     STAGES,
+    TEXTBOOK,
     Numbers,
     checkpointed_bytes,
     compute,
     gathered_in_a_step,
+    job_of,
     line_of,
     plan_of,
     refusal_of,
@@ -36,6 +39,7 @@ from memory_numbers import (
 
 from fullshard.planning.memory import DEVICE_CONTEXT_BYTES, SLACK, largest_unit
 from fullshard.planning.plan import format_bytes
+from fullshard.planning.search import USABLE_SHARE
 
 # What the page plans besides the recipe as it is: overrides and cards.
 VARIANTS = (
@@ -80,6 +84,12 @@ def state_numbers(numbers: Numbers) -> dict[str, object]:
     paper = [sum(stage_bytes(stage, 7.5e9, 64).values()) for stage in STAGES]
     gather, reduce = sent_bytes(1, gathered, ranks, 2), sent_bytes(1, size, ranks, 4)
     return {
+        "book": TEXTBOOK,
+        "ours": OURS,
+        "book_sum": sum(TEXTBOOK.values()),
+        "ours_sum": sum(OURS.values()),
+        "compute_bytes": job_of(numbers.plan).compute_bytes,
+        "third": f"{STAGES['ZeRO-3'][1] / STAGES['DDP'][1]:.1f}",
         "size": f"{size:,}",
         "ranks": ranks,
         "sixteen": gigabytes(16 * size),
@@ -101,7 +111,10 @@ def residual_numbers(numbers: Numbers) -> dict[str, object]:
     """Section 3: activations, buffers, and the largest operator."""
     shape, plan = numbers.shape, numbers.plan
     hidden, heads, layers, row = shape.hidden_size, shape.num_heads, shape.num_layers, ROW_TOKENS
-    tokens, sdpa = plan.micro_batch[0], sum(numbers.sdpa.values())
+    tokens, sdpa, packed = plan.micro_batch[0], sum(numbers.sdpa.values()), sum(numbers.packed.values())
+    # What a mask brings: keys and values for every head, and a 16-bit mask for each block.
+    repeated = 4 * (shape.attention_width - shape.key_value_width)
+    assert packed - sdpa == row * (repeated + 2 * row)
     intervals = []
     for interval in (1, 2, 4):
         inputs = checkpointed_bytes(tokens, hidden, layers, interval)
@@ -120,6 +133,10 @@ def residual_numbers(numbers: Numbers) -> dict[str, object]:
         "infinity_scores": f"{2 * heads * row:,}",
         "unfused": gigabytes(unfused_bytes(row, row, hidden, heads)),
         "unfused_token": f"{unfused_bytes(1, row, hidden, heads):,}",
+        "unfused_scores": f"{5 * heads * row:,}",
+        "packed": f"{packed / 1e9:.2f}",
+        "packed_token": f"{packed // row:,}",
+        "mask_token": f"{2 * row:,}",
         "eager": gigabytes(sum(numbers.eager.values())),
         "eager_token": f"{sum(numbers.eager.values()) // row:,}",
         "eager_scores": f"{numbers.eager['scores'] // row:,}",
@@ -128,7 +145,7 @@ def residual_numbers(numbers: Numbers) -> dict[str, object]:
         "sdpa_widths": f"{sdpa / row / hidden:.1f}",
         "predicted_token": f"{numbers.predicted_block_bytes // row:,}",
         "predicted_more": f"{numbers.predicted_block_bytes / sdpa - 1:.1%}",
-        "repeated": f"{4 * (shape.attention_width - shape.key_value_width):,}",
+        "repeated": f"{repeated:,}",
         "all_blocks": gigabytes(tokens // row * sdpa * layers),
         "intervals": rows(*intervals),
         "full_logits": gigabytes(4 * tokens * shape.vocab_size),
@@ -151,8 +168,13 @@ def model_numbers(numbers: Numbers) -> dict[str, object]:
         counts = (f"{counted.formula:,}", f"{shape.blocks:,}", f"{shape.parameters:,}")
         wrong = f"{counted.formula / shape.blocks - 1:+.1%}", f"{counted.formula / shape.parameters - 1:+.1%}"
         table.append((counted.model, shape.num_layers, f"{shape.hidden_size:,}", matrices, *counts, *wrong))
-    shape = numbers.shape
+    shape, counted = numbers.shape, numbers.models[0]
+    wide, narrow = shape.attention_width / shape.hidden_size, shape.key_value_width / shape.hidden_size
     return {
+        "attention": f"{wide:g} + {wide:g} + {narrow:g} + {narrow:g} = {counted.attention:g}",
+        "mlp_widths": f"{counted.mlp / 3:g}",
+        "mlp": f"{counted.mlp:g}",
+        "block_widths": f"{counted.attention + counted.mlp:g}",
         "models": rows(*table),
         "formula": f"{numbers.models[0].formula:,}",
         "key_share": f"{shape.key_value_width:,} / {shape.hidden_size:,}",
@@ -204,6 +226,7 @@ def plan_numbers(numbers: Numbers, words: dict) -> dict[str, object]:
         "in_step": gigabytes(sums["step"]),
         "train": gigabytes(plan.moments["train"]),
         "usable": gigabytes(plan.usable_bytes),
+        "usable_share": f"{USABLE_SHARE:.0%}",
         "highest": gigabytes(highest.total),
         "highest_unit": highest.unit.removeprefix("block "),
         **{f"more_{name}": f"{size / 1e9:.2f}" for name, size in more.items()},

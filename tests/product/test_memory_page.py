@@ -146,6 +146,8 @@ def test_activations_by_hand(scripts, numbers):
     assert numbers.sdpa["norms"] == row * 4 * 13_312
     assert numbers.sdpa["statistics"] == row * 4 * (1 + 1 + 32 + 8 + 32)  # norms: row, head, key head; softmax: head
     assert set(numbers.sdpa) == {"tensors", "mlp", "norms", "statistics"}
+    more = sum(numbers.packed.values()) - sum(numbers.sdpa.values())
+    assert more == row * (2 * row + 2 * 2 * (4096 - 1024))  # its own 16-bit mask; keys and values for all heads
     assert numbers.eager["scores"] == row * row * 32 * (4 + 2)  # the softmax in fp32, and in bf16 for the product
     assert script.working_bytes(row, row, hidden, 32, 1) == row * (65_536 + 262_144)
     assert script.unfused_bytes(row, row, hidden, 32) == row * (139_264 + 655_360)
@@ -153,12 +155,12 @@ def test_activations_by_hand(scripts, numbers):
     assert script.line_of(numbers.plan, "block inputs").bytes == 4_831_838_208
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_tensors_without_data_keep_what_real_ones_keep(scripts, attention):
+@pytest.mark.parametrize(("attention", "packed"), [("sdpa", False), ("sdpa", True), ("eager", False)])
+def test_tensors_without_data_keep_what_real_ones_keep(scripts, attention, packed):
     _, script = scripts
     small = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     settings = script.shipped_settings(script.MODEL) | small | {"head_dim": 64}
-    fake, real = (script.measured_block_bytes(settings, attention, 192, fake=fake) for fake in (True, False))
+    fake, real = (script.measured_block_bytes(settings, attention, 192, packed, fake) for fake in (True, False))
     assert fake == real
     assert ("scores" in real) == (attention == "eager")
 

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism from scratch: flatten, shard, gather, free, gather again, reduce-scatter, step.
 
-Run: ``torchrun --nproc-per-node 2 fsdp_from_scratch.py``. A small model is trained as DDP, ZeRO-1, ZeRO-2 and ZeRO-3,
-each compared with an unsharded process; bytes held and bytes sent are counted as they are held and sent.
-Suffixes: B rows, T tokens, V vocabulary; P one unit's parameters with padding, S = P / ranks one rank's share of them.
+Run: ``torchrun --nproc-per-node 2 fsdp_from_scratch.py``. A small model is trained as DDP, ZeRO-1, 2 and 3, each
+compared with an unsharded process, and the bytes that are held and sent are counted. Suffixes: B rows, T tokens,
+V vocabulary; P one unit's parameters with padding, S = P / ranks one rank's share of them.
 """
 
 import os
@@ -42,8 +42,7 @@ class Unit:
 
     def __init__(self, number, module, zero, dtype):
         # zero 0 is DDP; ZeRO-1 shares out the FP32 copy and Adam's moments, 2 the gradients too, 3 the weights too
-        self.number, self.module, self.zero, self.num_gradients = number, module, zero, 0
-        self.parameters = list(module.parameters())
+        self.number, self.module, self.zero, self.parameters = number, module, zero, list(module.parameters())
         flat_P = parameters_to_vector(self.parameters).detach()  # flatten
         self.padding = (0, -len(flat_P) % ranks)  # zeros at the end, so that all shares are equally long
         flat_P = nn.functional.pad(flat_P, self.padding)
@@ -76,8 +75,7 @@ class Unit:
         output.register_hook(lambda gradient: self.gather())
 
     def after_gradient(self, parameter):  # after the unit's last: sum over the ranks, keep what the stage keeps
-        self.num_gradients += 1
-        if self.num_gradients % len(self.parameters) == 0:
+        if all(p.grad is not None for p in self.parameters):
             self.gradient = nn.functional.pad(parameters_to_vector([p.grad for p in self.parameters]), self.padding)
             self.module.zero_grad()  # the gradients by parameter go
             ring(self.gradient, add=True)

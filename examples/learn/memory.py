@@ -6,6 +6,7 @@ precision: weights, gradients and activations in BF16; an FP32 copy of the weigh
 
 import argparse
 import copy
+import os
 import re
 from collections import Counter
 from functools import partial
@@ -23,6 +24,8 @@ parser.add_argument("--batch", type=int, default=1, help="rows per device and mi
 parser.add_argument("--sequence", type=int, default=2048, help="tokens per row")
 parser.add_argument("--interval", type=int, default=1, help="one activation checkpoint every so many blocks")
 arguments = parser.parse_args()
+if os.environ.get("RANK", "0") != "0":
+    raise SystemExit  # under torchrun one process is enough
 device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 config = AutoConfig.from_pretrained(arguments.model.removesuffix("config.json") or ".").get_text_config()
 shape = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -37,15 +40,11 @@ def build(config, where, kernel="sdpa"):
     return model, max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
 
 
-def count(module):
-    """Number of parameters, shared ones once."""
-    return sum(p.numel() for p in module.parameters())
-
-
 def sizes(config, **layout):
     """The names that the formulas use."""
     model, blocks = build(config, "meta")
-    names = {"P": count(model), "block": count(blocks[0]), "largest": max(p.numel() for p in model.parameters())}
+    whole, block = ([p.numel() for p in module.parameters()] for module in (model, blocks[0]))
+    names = {"P": sum(whole), "block": sum(block), "largest": max(whole)}
     names |= {"layers": len(blocks), "hidden": config.hidden_size, "heads": config.num_attention_heads}
     return names | layout | {"vocabulary": config.vocab_size, "ranks": arguments.ranks}
 
@@ -110,9 +109,10 @@ w, g, c, m = (f.nbytes for f in flat)  # weights, gradients, copy, moments
 w1, g1, c1, m1 = (f.chunk(arguments.ranks)[0].nbytes for f in flat)  # the share of rank 0
 
 print("== 1. Parameters")
-line("the blocks' matrices", "12 x layers x hidden^2", count(small_blocks), "parameters")
-line("the real count of the blocks", "layers x block", count(small_blocks), "parameters")
-line("the real count of the whole model", "P", count(small), "parameters")
+in_blocks = sum(p.numel() for p in small_blocks.parameters())
+line("the blocks' matrices", "12 x layers x hidden^2", in_blocks, "parameters")
+line("the real count of the blocks", "layers x block", in_blocks, "parameters")
+line("the real count of the whole model", "P", w // 2, "parameters")
 print("\n== 2. Model states (without ZeRO every rank holds them all)")
 line("weights, BF16", "2 x P", w)
 line("gradients, BF16", "2 x P", g)

@@ -21,7 +21,7 @@ import numpy as np
 from fullshard.config import DataSection, RunConfig
 from fullshard.data import audit, chat
 from fullshard.data.pack import shuffle
-from fullshard.data.sources import Row, Source, read_source
+from fullshard.data.sources import Source, read_source
 from fullshard.errors import DataError
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, SCHEMA_VERSION, read_json, write_json
@@ -153,13 +153,13 @@ def write_split(
     """Render, audit and write one split; returns its accounting with ``hash``, ``max_token_id`` and ``report``."""
     book = audit.Audit(split, source.shape, data.max_length)
     arrays = _Arrays()
-    renderer = chat.Renderer(tokenizer, data.loss_on)
+    renderer = chat.Renderer(tokenizer, data.loss_on, data.template_arguments)
     too_long: list[tuple[int, str]] = []
     unsupervised: list[tuple[str, int, int | None]] = []
     for number, row in enumerate(source.rows):
         kept = lost = 0
         reason = ""
-        for rendered in _render_row(renderer, row):
+        for rendered in renderer.row(row):
             problem = _fit(rendered, row.origin, data, book, arrays, num_embeddings)
             if problem is None:
                 kept += 1
@@ -245,16 +245,6 @@ def _remember(
         return
     targets = [i for i, value in enumerate(rendered.supervised) if value and i]
     unsupervised.append((origin, len(rendered.ids), targets[0] if targets else None))
-
-
-def _render_row(renderer: chat.Renderer, row: Row) -> list[chat.Rendered]:
-    """The training rows of a source row; a DataError names the row."""
-    try:
-        if row.messages is None:
-            return [renderer.plain_text(row.text or "")]
-        return renderer.chat(row.messages)
-    except DataError as error:
-        raise DataError(f"{row.origin}: {error.message}", error.hint) from None
 
 
 class _Arrays:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo
-from pydantic import field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.types import JsonValue
 
 from fullshard.errors import ConfigError
 from fullshard.words import answer_word

@@ -17,7 +17,7 @@ from fullshard.config import DataSection
 from fullshard.data.chat import Renderer, choose_pad_id
 from fullshard.data.sources import Row, read_rows
 from fullshard.errors import DataError
-from fullshard.infer.generate import Answerer, decode, generate_ids, prompt_tokens, with_arguments
+from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
 from fullshard.infer.model_folder import read_merge_facts
 from fullshard.train.held_out import held_out_loss
 from fullshard.train.loss import LossModel
@@ -105,16 +105,19 @@ def evaluate_run(
     batch_size: int = 16,
     settings: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    template_arguments: dict[str, Any] | None = None,
 ) -> EvalResult:
     """Evaluate a model folder on a data file, and ``base`` on the same rows next to it.
 
     ``limit``: only the first rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``:
     keys of the recipe's data section (columns, system, template_arguments, loss_on) that say how rows are read;
     default: those of the run that the model was merged from, else none. Raises DataError where no row can be used,
-    ModelError, ConfigError.
+    ModelError, ConfigError. ``template_arguments`` go before those of the settings.
     """
     if settings is None:
-        settings = _run_settings(model)
+        settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
+    if template_arguments is not None:
+        settings = settings | {"template_arguments": template_arguments}
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
@@ -137,7 +140,7 @@ def _evaluate(
     progress: Progress | None,
     base: EvalResult | None,
 ) -> EvalResult:
-    answerer = with_arguments(model, section.template_arguments)
+    answerer = load_for_inference(model, section.template_arguments)
     name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
     used, left_out = _render_rows(answerer, rows, section)
     say = progress or (lambda what, done, total: None)
@@ -162,11 +165,6 @@ def _evaluate(
         left_out=tuple(left_out + skipped),
         base=base,
     )
-
-
-def _run_settings(model: str | Path | Answerer) -> dict[str, Any]:
-    """How the run that a merged folder came from read its rows; empty for any other model."""
-    return {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
 
 
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fullshard.config import DataSection, RunConfig, config_from_dict
 from fullshard.data.sources import Row, Source, read_source
-from fullshard.errors import ConfigError, DataError, PlanError
+from fullshard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from fullshard.planning.plan import Plan

@@ -16,8 +16,8 @@ from fullshard.infer.generate import (
     Answerer,
     check_length,
     generation_settings,
+    load_for_inference,
     prompt_tokens,
-    with_arguments,
 )
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
@@ -58,7 +58,7 @@ def start_chat(
     """
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False)
-    answerer = with_arguments(model, template_arguments)
+    answerer = load_for_inference(model, template_arguments)
     if answerer.has_template:
         console.print(f"[dim]{HELP}[/dim]")
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +44,23 @@ class Answerer:
     @cached_property
     def renderer(self) -> Renderer:
         """Makes the ids of prompts, as training does."""
-        return Renderer(self.tokenizer, template_arguments=self.template_arguments)
+        return Renderer(self.tokenizer, "all", self.template_arguments)
 
 
-def load_for_inference(path: str | Path) -> Answerer:
+def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
     """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole.
 
-    A folder that our merge made keeps the ``data.template_arguments`` of its run.
+    ``template_arguments``: variables of the chat template; default: those of the run that the folder was merged from.
     """
-    folder = fetch_model(path)
+    if isinstance(model, Answerer):
+        return model if template_arguments is None else replace(model, template_arguments=template_arguments)
+    folder = fetch_model(model)
     device = select_device(0)
-    model, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    answerer = answerer_of(model.to(device), tokenizer, stop_ids(folder))
-    return with_arguments(answerer, read_merge_facts(folder).get("settings", {}).get("template_arguments"))
-
-
-def with_arguments(model: str | Path | Answerer, template_arguments: dict[str, Any] | None) -> Answerer:
-    """The model, loaded where it is not, whose template gets these arguments; None leaves those that it has."""
-    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
-    return answerer if template_arguments is None else replace(answerer, template_arguments=template_arguments)
+    loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    answerer = answerer_of(loaded.to(device), tokenizer, stop_ids(folder))
+    if template_arguments is None:
+        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments")
+    return load_for_inference(answerer, template_arguments)
 
 
 def answerer_of(model: Any, tokenizer: Any, ids: Sequence[int] = ()) -> Answerer:
@@ -94,7 +93,7 @@ def generate_text(
     ``template_arguments``: variables of the chat template; default: those of the run that the model was merged from.
     Raises ConfigError for settings that do not fit and for a prompt that with its answer exceeds the model's positions.
     """
-    answerer = with_arguments(model, template_arguments)
+    answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
     answers = generate_ids(answerer, prompt_ids, max_new_tokens, temperature, seed, batch_size, top_p, progress)
     return [decode(answerer, ids) for ids in answers]
@@ -144,9 +143,8 @@ def generate_ids(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            for index, answer in zip(
-                chosen, _generate_batch(answerer, batch, max_new_tokens, temperature, top_p), strict=True
-            ):
+            made = _generate_batch(answerer, batch, max_new_tokens, temperature, top_p)
+            for index, answer in zip(chosen, made, strict=True):
                 answers[index] = answer
             if progress:
                 progress(min(start + batch_size, len(by_length)), len(by_length))
@@ -203,14 +201,7 @@ def _generate_batch(
         attention_mask=attention_mask_BS.to(device),
         generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
     )
-    return [_cut(row, answerer.stop_ids) for row in output[:, longest:].tolist()]
-
-
-def _cut(ids: list[int], ends: tuple[int, ...]) -> list[int]:
-    for place, token in enumerate(ids):
-        if token in ends:
-            return ids[:place]
-    return ids
+    return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]
 
 
 def _check_settings(max_new_tokens: int, temperature: float, batch_size: int, top_p: float) -> None:

@@ -83,7 +83,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_per_answer(tokenizer
 def test_a_template_that_drops_answers_is_refused(tokenizer_with, answer):
     """HO-2c; the answer "end" must not be found inside "<|end|>"."""
     rows = [QUESTION[0], {"role": "assistant", "content": answer}]
-    with pytest.raises(DataError, match="the mask is empty"):
+    with pytest.raises(DataError, match="writes nothing of an assistant turn"):
         Renderer(tokenizer_with(NO_ANSWERS)).chat(rows)
 
 

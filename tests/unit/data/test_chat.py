@@ -235,6 +235,32 @@ def test_the_prompt_of_inference_is_the_unsupervised_beginning(byte_tokenizer):
         assert positions(row.supervised)[0] == len(prompt)
 
 
+CALLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\n' }}START{{ turn.content }}"
+    "{% for call in turn.tool_calls or [] %}{% set given = call.function.arguments %}"
+    "{{ '<call>' + (given if given is string else given | tojson) + '</call>' }}{% endfor %}END"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("start", "end"), [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_typed_arguments_are_kept_exactly(byte_tokenizer, start, end):
+    """Order, numbers, null, nesting, letters: what JSON writes of the row's own values; a string stays that string."""
+    byte_tokenizer.chat_template = CALLS.replace("START", start).replace("END", end)
+    arguments = {"z": 1, "a": 1.0, "big": 2**60, "no": None, "on": True, "in": [{"k": "红 & <b>"}], "e": 1e-7}
+    written = (
+        '{"z": 1, "a": 1.0, "big": 1152921504606846976, "no": null, "on": true, "in": [{"k": "红 & <b>"}], "e": 1e-07}'
+    )
+    for given, text in ((arguments, written), ('{"z":  1}', '{"z":  1}')):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": given}}]
+        messages = [QUESTION[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+        (row,) = Renderer(byte_tokenizer).chat(messages, [{"parameters": arguments}])
+        assert supervised_text(byte_tokenizer, row) == f"<call>{text}</call><|im_end|>"
+        assert byte_tokenizer.decode(row.ids).startswith(f'{{"parameters": {written}}}<|im_start|>user')
+        assert Renderer(byte_tokenizer).answer(messages) == row.ids[-len(f"<call>{text}</call>".encode()) - 2 : -1]
+
+
 def test_a_pad_token_outside_the_table_is_refused(tokenizer_with):
     """HO-3b."""
     tokenizer = tokenizer_with(vocabulary=[*VOCABULARY, "<fill>"], pad_token="<fill>")

@@ -130,7 +130,7 @@ class Renderer:
         self._template = _template_text(tokenizer)
         self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
         self._tools: list[Any] | None = None  # of the conversation at hand
-        self._encoded: tuple[str, Encoded] = ("", Encoded([], []))  # the last conversation: often asked for twice
+        self._whole: tuple[list[Message], str, Encoded] = ([], "", Encoded([], []))  # the last one: asked for twice
         self._frame: tuple[str, str] | None = None
         added = tokenizer.added_tokens_decoder
         unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -161,7 +161,7 @@ class Renderer:
         self._require_read(["tools", *given] if tools else given, "Take a model that knows it, or remove it.")
         text = self._text(messages)
         whole = self._encode(text)
-        self._encoded = (text, whole)
+        self._whole = (messages, text, whole)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers[-1:] if self.loss_on == "last" else answers
         answers = [i for i in answers if learned[i] and _says_something(messages[i])]
@@ -229,8 +229,8 @@ class Renderer:
 
     def _encode(self, text: str) -> Encoded:
         """Token ids of a rendered text. The template writes bos, or there is none: the tokenizer adds no token."""
-        if text == self._encoded[0]:
-            return self._encoded[1]
+        if text == self._whole[1]:
+            return self._whole[2]
         if not self.tokenizer.is_fast:
             name = type(self.tokenizer).__name__
             raise DataError(f"{name} cannot tell which characters a token covers.", "Convert it to a tokenizer.json.")
@@ -253,7 +253,9 @@ class Renderer:
 
     def _turn(self, messages: list[Message], place: int) -> Turn:
         """Where the assistant turn ``messages[place]`` lies, by growing prefixes."""
-        prompt, through = self._text(messages[:place], True), self._text(messages[: place + 1])
+        is_whole = messages is self._whole[0] and place + 1 == len(messages)
+        through = self._whole[1] if is_whole else self._text(messages[: place + 1])
+        prompt = self._text(messages[:place], True)
         header, tail = self._around(messages[:place])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
@@ -283,11 +285,12 @@ class Renderer:
 
     def _token_after(self, prompt: str, encoded: Encoded) -> int:
         """The first token of the turn: after the prompt's own tokens, or the first that begins past its characters."""
-        ids = self._encode(prompt).ids
-        if encoded.ids[: len(ids)] == ids:
-            return len(ids)
         later = (i for i, (start, end) in enumerate(encoded.offsets) if start >= len(prompt) and end > start)
-        return next(later, len(encoded.ids))
+        place = next(later, len(encoded.ids))
+        if place < len(encoded.ids) and encoded.offsets[place][0] == len(prompt):
+            return place  # one begins just there: the usual case, and the prompt need not be encoded
+        ids = self._encode(prompt).ids
+        return len(ids) if encoded.ids[: len(ids)] == ids else place
 
     def _stop(self, encoded: Encoded, start: int, content_end: int | None) -> int | None:
         """The first special (else added) token behind the content; the last one where that end is not known."""

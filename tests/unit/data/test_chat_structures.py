@@ -11,6 +11,7 @@ import pytest
 from tiny_models import VOCABULARY, make_tokenizer
 
 from fullshard.data.chat import Renderer, load_tokenizer
+from fullshard.data.sources import Row
 from fullshard.errors import DataError
 
 CONTROL_TEXT = (
@@ -351,6 +352,15 @@ def test_markers_are_kept_inside_their_turn(tokenizer_with):
     (marked,) = Renderer(without_prompt).chat(FOUR)
     assert (marked.ids, [i for i, value in enumerate(marked.supervised) if value]) == expected(row)
     assert marked.stops == [8, 18]
+
+
+def test_a_row_brings_its_tools_and_the_template_never_sees_train(tokenizer_with):
+    tokenizer = tokenizer_with(QWEN25 + "{% for turn in messages %}{{ 'moon' if turn.train is defined }}{% endfor %}")
+    messages = [message | {"train": True} if message["role"] == "assistant" else message for message in CALLED]
+    assert Renderer(tokenizer).row(Row("a:1", messages, tools=TOOLS)) == Renderer(tokenizer).chat(CALLED, TOOLS)
+    assert Renderer(tokenizer).row(Row("a:1", text="red")) == [Renderer(tokenizer).plain_text("red")]
+    with pytest.raises(DataError, match=r"^a:1: The tokenizer knows no word"):
+        Renderer(tokenizer).row(Row("a:1", turns("red", "strange")))
 
 
 def test_what_the_template_cannot_write_is_refused(tokenizer_with):

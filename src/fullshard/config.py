@@ -71,12 +71,34 @@ class ModelSection(Section):
         return tokens
 
 
+class DataFile(Section):
+    """One source of training rows and its weight in the mix."""
+
+    path: str = Field(min_length=1, description="As data.train.")
+    weight: float = Field(
+        default=1.0, gt=0, le=1000, description="How often an epoch sees each row, as data.train says."
+    )
+
+
 class DataSection(Section):
     """The data, and how a row becomes tokens."""
 
-    train: str | list[str] = Field(description="Training file or files: .jsonl, .json or .txt.")
+    train: str | list[str | DataFile] = Field(
+        description="Training data: a file (.jsonl, .json, .csv, .txt, also with .gz or .zst; .parquet), a folder, the"
+        " id of a data set (owner/name or owner/name:split), or a list of these: [{path: a.jsonl, weight: 2}, b.csv]."
+        " Of weight 1.5 an epoch sees each row once and half of the rows, drawn by train.seed, once more."
+    )
     eval: str | float | None = Field(
         default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
+    )
+    source: Literal["huggingface", "modelscope"] = Field(
+        default="huggingface", description="Where a data set id is downloaded from. A local path always wins."
+    )
+    shape: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
+        default="auto", description="Shape of the rows. auto: recognised, file by file, and printed."
+    )
+    on_bad: Literal["stop", "drop"] = Field(
+        default="stop", description="Rows that cannot be used: stop with file and line, or leave out, count and report."
     )
     max_length: int = Field(default=1024, ge=4, le=2**24, description="Longest row in tokens.")
     packing: bool = Field(default=False, description="Lay several rows into one sequence; they never see each other.")
@@ -208,8 +230,9 @@ class RunConfig(Section):
 
     @property
     def train_files(self) -> list[str]:
-        """Training files as a list."""
-        return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
+        """Training files as a list, without their weights."""
+        files = [self.data.train] if isinstance(self.data.train, str) else self.data.train
+        return [file.path if isinstance(file, DataFile) else file for file in files]
 
 
 def recipe_keys() -> list[str]:
@@ -308,7 +331,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(problem: dict[str, Any]) -> str:
-    place = [str(part) for part in problem["loc"] if str(part) not in ("str", "float", "list[str]")]
+    kinds = ("str", "float", "list[str]", "list[union[str,DataFile]]", "DataFile")
+    place = [str(part) for part in problem["loc"] if str(part) not in kinds]
     key = ".".join(place) or "recipe"
     kind = problem["type"]
     foreign = kind == "extra_forbidden" or (key, kind) == ("model", "model_type")

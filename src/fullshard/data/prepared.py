@@ -13,6 +13,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ def write_split(
         raise DataError(
             f"No row is left in {split}. " + " ".join(report[2:]), "Raise data.max_length or repair the rows."
         )
+    report += source.account.report(split)
     if source.unused_columns:
         report.append(f"{split}: columns not used: {', '.join(source.unused_columns)}")
     result = book.to_json() | {"max_token_id": arrays.largest, "report": report}
@@ -252,6 +254,8 @@ def _render_row(renderer: chat.Renderer, row: Row) -> list[chat.Rendered]:
     try:
         if row.messages is None:
             return [renderer.plain_text(row.text or "")]
+        if row.tools or any(len(message) > 2 for message in row.messages):  # until chat.py renders them
+            raise DataError("tools, and keys of messages other than role and content, are not supported yet.", "")
         return renderer.chat(row.messages)
     except DataError as error:
         raise DataError(f"{row.origin}: {error.message}", error.hint) from None
@@ -340,19 +344,22 @@ def _prepare_into(
 
 def _read_splits(config: RunConfig) -> tuple[Source, Source | None]:
     """Training and held-out rows; a share is set apart by the run's seed, in file order on both sides."""
-    train = read_source(config.train_files, config.data)
+    train = read_source(config.data.train, config.data, config.train.seed)
     share = config.data.eval
     if share is None:
         return train, None
     if isinstance(share, str):
         return train, read_source(share, config.data)
-    num_eval = max(1, round(share * len(train.rows)))
-    if num_eval >= len(train.rows):
-        rows = "1 row" if len(train.rows) == 1 else f"{len(train.rows)} rows"
+    num_rows = sum(not row.copy for row in train.rows)
+    num_eval = max(1, round(share * num_rows))
+    if num_eval >= num_rows:
+        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         raise DataError(f"data.eval={share} of {rows} leaves nothing to train on.", "Add rows, or set data.eval=null.")
-    apart = set(shuffle(len(train.rows), config.train.seed, 2**32).tolist()[:num_eval])  # no epoch has this number
-    parts = [[row for i, row in enumerate(train.rows) if (i in apart) == wanted] for wanted in (False, True)]
-    return tuple(Source(rows, train.shape, train.unused_columns) for rows in parts)
+    apart = set(shuffle(num_rows, config.train.seed, 2**32).tolist()[:num_eval])  # no epoch has this number
+    numbers = np.cumsum([not row.copy for row in train.rows]) - 1  # copies go where their row goes
+    kept = [row for number, row in zip(numbers, train.rows, strict=True) if number not in apart]
+    held_out = [row for number, row in zip(numbers, train.rows, strict=True) if number in apart and not row.copy]
+    return replace(train, rows=kept), Source(held_out, train.shape, train.unused_columns)
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
@@ -361,7 +368,8 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     assert held_out is not None
     with open(path, "w", encoding="utf-8") as file:
         for row in held_out.rows:
-            value = {"text": row.text} if row.messages is None else {"messages": row.messages}
+            tools = {"tools": row.tools} if row.tools else {}
+            value = {"text": row.text} if row.messages is None else {"messages": row.messages, **tools}
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 

@@ -100,10 +100,14 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
+def _no_text(text: str) -> re.Match[str] | None:
+    return None if text.isascii() and "\0" not in text else NOT_TEXT.search(text)
+
+
 def decode_json(text: str, origin: str, hint: str) -> Any:
     """The value of a JSON text. Raises BadRow."""
     try:
-        return _checked(None if NOT_TEXT.search(text) else DECODER.decode(text), text, origin)
+        return _checked(None if _no_text(text) else DECODER.decode(text), text, origin)
     except (ValueError, RecursionError) as error:
         raise BadRow(origin, _json_trouble(error), hint) from None
 
@@ -118,7 +122,7 @@ def _json_trouble(error: ValueError | RecursionError) -> str:
 
 def _checked(value: Any, text: str, origin: str) -> Any:
     """``value``, where the text that it was made of is UTF-8 without NUL and half surrogate pairs. Raises BadRow."""
-    if found := NOT_TEXT.search(text):  # NUL: UTF-16 without its mark, or a hole that a crash left
+    if found := _no_text(text):  # NUL: UTF-16 without its mark, or a hole that a crash left
         byte = f"not UTF-8 (byte 0x{ord(found[0]) & 0xFF:02x}, character {found.start() + 1})"
         raise BadRow(origin, byte if ord(found[0]) else "a NUL byte (this is no UTF-8 text)", "Save it as UTF-8.")
     if "\\ud" in text or "\\uD" in text:
@@ -182,7 +186,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
         reader, start, names = csv.reader(file, strict=True), 1, []
         try:
             for fields in reader:
-                bad = NOT_TEXT.search("".join(fields)) and "not UTF-8, or a NUL byte"
+                bad = _no_text("".join(fields)) and "not UTF-8, or a NUL byte"
                 if not fields:
                     yield start, ...
                 elif not names and (bad or len(set(fields)) < len(fields)):
@@ -209,7 +213,7 @@ def _read_text(path: Path) -> Iterator[Record]:
                 continue
             if lines:
                 text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
-                bad = NOT_TEXT.search(text) and BadRow(f"{path}:{start}", "not UTF-8, or a NUL byte")
+                bad = _no_text(text) and BadRow(f"{path}:{start}", "not UTF-8, or a NUL byte")
                 yield start, bad or {"text": text}
             start, lines = number + 1, []
 

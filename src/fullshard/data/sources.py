@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import BadRow, Record, decode_json, open_records
@@ -18,14 +18,15 @@ from fullshard.errors import DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
 PARTS = ("system", "user", "assistant", "text", "messages", "tools")  # what a column may play in data.columns
-SHAPES: tuple[tuple[str, dict[str, str]], ...] = (  # the values of data.shape, and their columns
-    ("messages", {"messages": "messages"}),
-    ("sharegpt", {"conversations": "messages"}),
-    ("prompt", {"prompt": "user", "completion": "assistant"}),
-    ("prompt", {"prompt": "user", "response": "assistant"}),
-    ("prompt", {"question": "user", "answer": "assistant"}),
-    ("alpaca", {"instruction": "user", "output": "assistant"}),
-    ("text", {"text": "text"}),
+BESIDE = {"tools": "tools", "system": "system"}
+SHAPES: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (  # data.shape, its columns, and those it may have
+    ("messages", {"messages": "messages"}, BESIDE),
+    ("sharegpt", {"conversations": "messages"}, BESIDE),
+    ("prompt", {"prompt": "user", "completion": "assistant"}, BESIDE),
+    ("prompt", {"prompt": "user", "response": "assistant"}, BESIDE),
+    ("prompt", {"question": "user", "answer": "assistant"}, BESIDE),
+    ("alpaca", {"instruction": "user", "output": "assistant"}, {"input": "user", "history": "history", **BESIDE}),
+    ("text", {"text": "text"}, {}),
 )
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
 SHAPES_HINT = (
@@ -128,22 +129,25 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
     """Each row floor(weight) times, and once more for a drawn share of the rows, exact to one row."""
     whole, share = divmod(weight, 1)
     seen = drawn = 0
-    while block := list(islice(rows, WEIGHED_ROWS if share else 1)):
+    while block := list(itertools.islice(rows, WEIGHED_ROWS)):
         seen += len(block)
         chosen = set(chance.sample(range(len(block)), int(seen * share + 0.5) - drawn))
         drawn += len(chosen)
         for place, row in enumerate(block):
             times = int(whole) + (place in chosen)
-            account.used += times > 0
-            account.copies += max(0, times - 1)
-            if not times:
+            if times:
+                account.used += 1
+                yield row
+            else:
                 account.note(account.dropped, "left out by the file's weight", row.origin)
-            yield from (replace(row, copy=copy) if copy else row for copy in range(times))
+            for copy in range(1, times):
+                account.copies += 1
+                yield replace(row, copy=copy)
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
     """The rows of one file; a bad one stops or is counted, as data.on_bad says."""
-    columns, good, first = {}, 0, None
+    layout, good, first = None, 0, None
     for number, record in records:
         account.read += 1
         if record is ...:
@@ -155,9 +159,8 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
                 raise record
             if not isinstance(record, dict):
                 raise BadRow(origin, f"no object with columns: found {_shown(record)}", SHAPES_HINT)
-            if not columns:
-                shape, columns = _recognise(record, data, origin)
-            row = _make_row(record, columns, data, origin, account.unused)
+            layout = layout or _recognise(record, data, origin)
+            row = _make_row(record, layout, data, origin, account.unused)
         except BadRow as error:
             if data.on_bad == "stop":
                 raise DataError(error.message, error.hint) from None
@@ -165,7 +168,7 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
             first = first or error
             continue
         good += 1
-        account.shapes[shape] = None
+        account.shapes[layout.shape] = None
         yield row
     if first and not good:
         raise DataError(f"{label}: no row can be used; the first: {first.message}", first.hint)
@@ -173,20 +176,30 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         raise DataError(f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.')
 
 
-def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> tuple[str, dict[str, str]]:
-    """(name, column -> part) for a file: from data.columns, or from data.shape and the first row of a known shape."""
+class _Layout(NamedTuple):
+    """How the columns of a file are read: column -> part; those that are not required may be absent or empty."""
+
+    shape: str
+    columns: dict[str, str]
+    required: frozenset[str]
+
+
+def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:
+    """The layout of a file: from data.columns, or from data.shape and the first row of a known shape."""
     if data.columns:
-        return ", ".join(f"{name} as {part}" for name, part in data.columns.items()), _check_columns(data.columns)
-    for shape, columns in SHAPES:
-        if data.shape in ("auto", shape) and all(name in record for name in columns):
-            optional = {"instruction": {"input": "user", "history": "history"}}.get(next(iter(columns)), {})
-            used = columns if shape == "text" else {"system": "system", "tools": "tools", **columns, **optional}
-            return "+".join(columns) if len(columns) > 1 else shape, used
+        _check_columns(data.columns)
+        shape = ", ".join(f"{name} as {part}" for name, part in data.columns.items())
+        tools = {} if "text" in data.columns.values() else {"tools": "tools"}
+        required = frozenset(name for name, part in data.columns.items() if part not in BESIDE)
+        return _Layout(shape, tools | data.columns, required)
+    for shape, columns, more in SHAPES:
+        if data.shape in ("auto", shape) and columns.keys() <= record.keys():
+            return _Layout("+".join(columns) if len(columns) > 1 else shape, columns | more, frozenset(columns))
     wanted = "are no known shape" if data.shape == "auto" else f"are not those of data.shape={data.shape}"
     raise BadRow(origin, f"unknown columns: {', '.join(record)} {wanted}", SHAPES_HINT)
 
 
-def _check_columns(columns: dict[str, str]) -> dict[str, str]:
+def _check_columns(columns: dict[str, str]) -> None:
     parts, given = set(columns.values()), ", ".join(columns.values())
     for name, part in columns.items():
         if part not in PARTS:
@@ -195,20 +208,18 @@ def _check_columns(columns: dict[str, str]) -> dict[str, str]:
         raise DataError(f"data.columns: text and messages stand alone; given are {given}.", SHAPES_HINT)
     if not parts & {"text", "messages"} and not parts >= {"user", "assistant"}:
         raise DataError(f"data.columns needs a user and an assistant; given are {given}.", SHAPES_HINT)
-    return columns if "text" in parts else {"tools": "tools", **columns}
 
 
-def _make_row(
-    record: dict[str, Any], columns: dict[str, str], data: DataSection, origin: str, unused: dict[str, None]
-) -> Row:
-    parts: dict[str, list[Any]] = {part: [] for part in (*PARTS, "history")}
-    for name, part in columns.items():
-        is_optional = part in ("system", "tools", "history") or (name == "input" and "instruction" in columns)
-        if name in record and not (is_optional and record[name] in (None, "")):
+def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin: str, unused: dict[str, None]) -> Row:
+    if not layout.required <= record.keys():
+        found = f"no column {min(layout.required - record.keys())!r}: there is {', '.join(record)}"
+        raise BadRow(origin, found, "All rows of a file have one shape.")
+    parts: defaultdict[str, list[Any]] = defaultdict(list)
+    for name, part in layout.columns.items():
+        if name in layout.required or record.get(name) not in (None, ""):
             parts[part].append(record[name])
-        elif not is_optional:
-            raise BadRow(origin, f"no column {name!r}: there is {', '.join(record)}", "A file's rows have one shape.")
-    unused.update(dict.fromkeys(name for name in record if name not in columns))
+    if not record.keys() <= layout.columns.keys():
+        unused.update(dict.fromkeys(name for name in record if name not in layout.columns))
     if parts["text"]:
         if data.system is not None or data.loss_on == "last":
             message = f"{origin}: data.system is set or data.loss_on is last, but rows of plain text have no turns."
@@ -218,22 +229,21 @@ def _make_row(
     if parts["messages"] or all(isinstance(value, list) for value in turns):  # also prompt and completion as lists
         messages = [message for value in turns for message in _read_messages(value, origin, unused)]
     else:
-        pairs = [pair for value in parts["history"] for pair in _read_list(value, "history", list, origin)]
-        pairs.append([_joined(parts, "user", origin), _joined(parts, "assistant", origin)])
+        history = itertools.chain(*_read_list(parts["history"][0], "history", list, origin) if parts["history"] else ())
+        texts = [*history, _joined(parts["user"], origin), _joined(parts["assistant"], origin)]
         messages = [
-            {"role": role, "content": _text(text, "history", origin)}
-            for pair in pairs
-            for role, text in zip(("user", "assistant"), pair, strict=True)
+            {"role": "assistant" if i % 2 else "user", "content": _text(text, "history", origin)}
+            for i, text in enumerate(texts)
         ]
-    system = _joined(parts, "system", origin) or data.system
+    system = _joined(parts["system"], origin) or data.system
     if system is not None and all(message["role"] not in ("system", "developer") for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
     tools = [tool for value in parts["tools"] for tool in _read_list(value, "tools", dict, origin)]
     return Row(origin, messages=messages, tools=tools or None)
 
 
-def _joined(parts: dict[str, list[Any]], part: str, origin: str) -> str:
-    return "\n\n".join(_text(value, f"the {part} column", origin) for value in parts[part])
+def _joined(values: list[Any], origin: str) -> str:
+    return "\n\n".join([_text(value, "a column", origin) for value in values])
 
 
 def _read_messages(value: Any, origin: str, unused: dict[str, None]) -> list[dict[str, Any]]:

@@ -91,15 +91,11 @@ class DataSection(Section):
     eval: str | float | None = Field(
         default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
     )
-    source: Literal["huggingface", "modelscope"] = Field(
-        default="huggingface", description="Where a data set id is downloaded from. A local path always wins."
-    )
+    source: Literal["huggingface", "modelscope"] = Field(default="huggingface", description="Hub of a data set id.")
     shape: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
         default="auto", description="Shape of the rows. auto: recognised, file by file, and printed."
     )
-    on_bad: Literal["stop", "drop"] = Field(
-        default="stop", description="Rows that cannot be used: stop with file and line, or leave out, count and report."
-    )
+    on_bad: Literal["stop", "drop"] = Field(default="stop", description="Unusable rows: stop, or leave out and count.")
     max_length: int = Field(default=1024, ge=4, le=2**24, description="Longest row in tokens.")
     packing: bool = Field(default=False, description="Lay several rows into one sequence; they never see each other.")
     columns: dict[str, str] | None = Field(
@@ -229,10 +225,10 @@ class RunConfig(Section):
         return self.train.learning_rate or (1e-4 if self.method == "lora" else 1e-5)
 
     @property
-    def train_files(self) -> list[str]:
-        """Training files as a list, without their weights."""
+    def train_files(self) -> list[DataFile]:
+        """Sources of the training rows, each with its weight."""
         files = [self.data.train] if isinstance(self.data.train, str) else self.data.train
-        return [file.path if isinstance(file, DataFile) else file for file in files]
+        return [DataFile(path=file) if isinstance(file, str) else file for file in files]
 
 
 def recipe_keys() -> list[str]:

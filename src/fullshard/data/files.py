@@ -25,7 +25,6 @@ SPLIT_WORD = re.compile(r"(?:^|[-._ 0-9/])(train|test|validation|valid|val|dev|e
 NO_DATA = re.compile(r"(^|/)(\.|(dataset_infos?|configuration|config)\.json$|requirements\.txt$)")
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
-JSON_LIST = {"[": "a list of objects", ",": "',' or ']'", "": "nothing after the end of the list"}
 ENDINGS = "Read are .jsonl, .json, .csv and .txt, each also with .gz or .zst, and .parquet."
 WAYS = """Other ways:
      a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
@@ -145,7 +144,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 def _read_json(path: Path) -> Iterator[Record]:
     """The objects of a JSON list, each with the line on which it begins. The file is read in blocks."""
-    text, place, line, wanted, block = "", 0, 1, "[", " "
+    text, place, line, marks, block = "", 0, 1, ("[", "[]"), " "
     with _open(path) as file:
         while block:
             block = file.read(BLOCK)
@@ -153,14 +152,16 @@ def _read_json(path: Path) -> Iterator[Record]:
             while True:
                 mark = MARK.match(text, place)
                 start, number, token = mark.end(), line + text.count("\n", place, mark.end()), "".join(mark[1].split())
-                if start == len(text) and (block or (not token and wanted != ",")):
+                if start == len(text) and (block or not (token or "," in marks)):
                     break
-                if token not in {"[": ("[", "[]"), ",": (",", "]"), "": ()}[wanted]:
-                    found = f"found {text[mark.start(1) :][:20] or 'the end'!r}"
+                if token not in marks:
+                    found = (
+                        f"expected {' or '.join(marks) or 'the end'}, found {text[mark.start(1) :][:20] or 'the end'!r}"
+                    )
                     hint = "A .json file holds one list of objects. One object a line? Then name the file .jsonl."
-                    raise DataError(f"{path}:{number}: expected {JSON_LIST[wanted]}, {found}.", hint)
+                    raise DataError(f"{path}:{number}: {found}.", hint)
                 if token.endswith("]"):
-                    place, line, wanted = start, number, ""
+                    place, line, marks = start, number, ()
                     continue
                 try:
                     value, end = DECODER.raw_decode(text, start)
@@ -176,7 +177,7 @@ def _read_json(path: Path) -> Iterator[Record]:
                 if end == len(text) and block:  # a number may go on in the next block
                     break
                 yield number, value
-                place, line, wanted = end, number + text.count("\n", start, end), ","
+                place, line, marks = end, number + text.count("\n", start, end), (",", "]")
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
@@ -227,10 +228,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         yield from _number(row for batch in file.iter_batches(BATCH_ROWS) for row in batch.to_pylist())
 
 
-FORMATS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    **{".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text},
-    ".parquet": _read_parquet,
-}
+FORMATS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text, ".parquet": _read_parquet}
 
 
 def _format_of(name: str) -> Callable[[Path], Iterator[Record]] | None:

@@ -152,7 +152,7 @@ def write_split(
     progress: Progress | None,
 ) -> dict[str, Any]:
     """Render, audit and write one split; returns its accounting with ``hash``, ``max_token_id`` and ``report``."""
-    book = audit.Audit(split, source.shape, data.max_length)
+    book = audit.Audit(split, ", ".join(source.shapes), data.max_length)
     arrays = _Arrays()
     renderer = chat.Renderer(tokenizer, data.loss_on)
     too_long: list[tuple[int, str]] = []
@@ -185,9 +185,9 @@ def write_split(
         raise DataError(
             f"No row is left in {split}. " + " ".join(report[2:]), "Raise data.max_length or repair the rows."
         )
-    report += source.account.report(split)
-    if source.unused_columns:
-        report.append(f"{split}: columns not used: {', '.join(source.unused_columns)}")
+    report += source.report(split)
+    if source.unused:
+        report.append(f"{split}: columns not used: {', '.join(source.unused)}")
     result = book.to_json() | {"max_token_id": arrays.largest, "report": report}
     result["hash"] = arrays.write(folder, result)
     return result
@@ -328,7 +328,7 @@ def _prepare_into(
     return {
         "schema": SCHEMA_VERSION,
         "hash": hashlib.sha256("".join(split["hash"] for split in found).encode()).hexdigest(),
-        "shape": train.shape,
+        "shape": ", ".join(train.shapes),
         **splits,
         "supervised_tokens": splits["train"]["supervised_tokens"],
         "longest": max(split["longest_written"] for split in found),
@@ -344,7 +344,7 @@ def _prepare_into(
 
 def _read_splits(config: RunConfig) -> tuple[Source, Source | None]:
     """Training and held-out rows; a share is set apart by the run's seed, in file order on both sides."""
-    train = read_source(config.data.train, config.data, config.train.seed)
+    train = read_source(config.train_files, config.data, config.train.seed)
     share = config.data.eval
     if share is None:
         return train, None
@@ -359,7 +359,7 @@ def _read_splits(config: RunConfig) -> tuple[Source, Source | None]:
     numbers = np.cumsum([not row.copy for row in train.rows]) - 1  # copies go where their row goes
     kept = [row for number, row in zip(numbers, train.rows, strict=True) if number not in apart]
     held_out = [row for number, row in zip(numbers, train.rows, strict=True) if number in apart and not row.copy]
-    return replace(train, rows=kept), Source(held_out, train.shape, train.unused_columns)
+    return replace(train, rows=kept), Source(rows=held_out, shapes=train.shapes)
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:

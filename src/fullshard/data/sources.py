@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import BadRow, Record, decode_json, open_records
@@ -17,7 +17,6 @@ from fullshard.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
-PARTS = ("system", "user", "assistant", "text", "messages", "tools")  # what a column may play in data.columns
 BESIDE = {"tools": "tools", "system": "system"}
 SHAPES: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (  # data.shape, its columns, and those it may have
     ("messages", {"messages": "messages"}, BESIDE),
@@ -29,11 +28,9 @@ SHAPES: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (  # data.shape
     ("text", {"text": "text"}, {}),
 )
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
-SHAPES_HINT = (
-    "Name the columns in the recipe, data.columns: {question: user, answer: assistant} or {body: text}. Known by"
-    " themselves: messages, conversations (ShareGPT), prompt+completion, prompt+response, question+answer,"
-    " instruction(+input)+output (Alpaca), text."
-)
+SHAPES_HINT = """Name the columns, data.columns: {question: user, answer: assistant} or {body: text}. Known are
+messages, conversations, prompt+completion, prompt+response, question+answer, instruction(+input)+output, text."""
+_Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
 SHOWN = 3  # places kept of each reason
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
@@ -43,8 +40,7 @@ class Row:
     """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row).
 
     A message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name,
-    train (false: not supervised) and reasoning_content, as they stand in the data. ``copy``: 0, or 1, 2, ... for a row
-    that is seen again because of its file's weight; copies follow their row.
+    train (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight.
     """
 
     origin: str
@@ -81,41 +77,37 @@ class Account:
 
     def report(self, split: str) -> list[str]:
         """The lines that a person reads; none where every record is used once."""
-        dropped, bad = self.dropped.total(), self.bad.total()
-        sums = f"{self.used:,} used + {dropped:,} dropped + {bad:,} bad + {self.blank:,} blank"
+        sums = (
+            f"{self.used:,} used + {self.dropped.total():,} dropped + {self.bad.total():,} bad + {self.blank:,} blank"
+        )
         lines = [f"{split}: {self.read:,} records read = {sums}; {self.copies:,} copies by weight"]
-        for word, book in (("dropped", self.dropped), ("bad", self.bad)):
-            for reason, count in book.items():
-                lines.append(f"{split}: {count:,} {word}: {reason} ({', '.join(self.places[reason])})")
-        return lines if dropped + bad + self.copies else []
+        for reason, count in (self.dropped + self.bad).items():
+            lines.append(f"{split}: {count:,} left out: {reason} ({', '.join(self.places[reason])})")
+        return lines if lines[1:] or self.copies else []
 
 
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 
 
-@dataclass(frozen=True)
-class Source:
-    """The rows of one or more files and how they were understood."""
+@dataclass
+class Source(Account):
+    """All rows of one or more files with their account."""
 
-    rows: list[Row]
-    shape: str  # the shapes, joined by ", " where files differ
-    unused_columns: tuple[str, ...]
-    account: Account = field(default_factory=Account)
+    rows: list[Row] = field(default_factory=list)
 
 
 def read_source(paths: Paths, data: DataSection, seed: int = 0) -> Source:
-    """All that ``iterate_rows`` gives, with the recognised shape, the columns that nothing uses, and the account."""
-    account = Account()
-    rows = list(iterate_rows(paths, data, seed, account))
-    return Source(rows, ", ".join(account.shapes), tuple(account.unused), account)
+    """All that ``iterate_rows`` gives, at once."""
+    source = Source()
+    source.rows = list(iterate_rows(paths, data, seed, source))
+    return source
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
     """The rows of files, folders and data set ids, one after another, while ``account`` is filled.
 
-    A file of weight 2.5 gives each of its rows two times and half of them once more: of each 100 rows, those that
-    ``seed`` draws. Raises DataError with file and line for a row that cannot be used (unless data.on_bad is drop), for
-    a file that cannot be read on, and for a file without a row.
+    Weight 2.5 gives each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError
+    with file and line for a row that cannot be used (unless data.on_bad is drop) and for a file without any.
     """
     account = Account() if account is None else account
     for place, entry in enumerate(paths if isinstance(paths, list) else [paths]):
@@ -139,7 +131,7 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
                 account.used += 1
                 yield row
             else:
-                account.note(account.dropped, "left out by the file's weight", row.origin)
+                account.note(account.dropped, "weight of the file", row.origin)
             for copy in range(1, times):
                 account.copies += 1
                 yield replace(row, copy=copy)
@@ -168,58 +160,43 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
             first = first or error
             continue
         good += 1
-        account.shapes[layout.shape] = None
+        account.shapes[layout[0]] = None
         yield row
-    if first and not good:
-        raise DataError(f"{label}: no row can be used; the first: {first.message}", first.hint)
     if not good:
-        raise DataError(f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.')
-
-
-class _Layout(NamedTuple):
-    """How the columns of a file are read: column -> part; those that are not required may be absent or empty."""
-
-    shape: str
-    columns: dict[str, str]
-    required: frozenset[str]
+        what = (
+            f"{label}: no row can be used; the first: {first.message}" if first else f"{label} is empty: no row in it."
+        )
+        raise DataError(what, first.hint if first else 'A row is, for example, {"text": "..."} on a line.')
 
 
 def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:
-    """The layout of a file: from data.columns, or from data.shape and the first row of a known shape."""
-    if data.columns:
-        _check_columns(data.columns)
-        shape = ", ".join(f"{name} as {part}" for name, part in data.columns.items())
-        tools = {} if "text" in data.columns.values() else {"tools": "tools"}
-        required = frozenset(name for name, part in data.columns.items() if part not in BESIDE)
-        return _Layout(shape, tools | data.columns, required)
+    """From data.columns, or from data.shape and the first row of a known shape."""
+    if columns := data.columns:
+        parts, shape = set(columns.values()), ", ".join(f"{name} as {part}" for name, part in columns.items())
+        alone = "text" if "text" in parts else "messages" if "messages" in parts else ""
+        if parts - BESIDE.keys() not in ({"user", "assistant"}, {alone}) or (alone == "text" and len(columns) > 1):
+            needed = "one column as text; or one as messages, or some as user and some as assistant; then tools, system"
+            raise DataError(f"data.columns gives {shape}, but what is needed is {needed}.", SHAPES_HINT)
+        required = frozenset(name for name, part in columns.items() if part not in BESIDE)
+        return shape, columns if "text" in parts else {"tools": "tools"} | columns, required
     for shape, columns, more in SHAPES:
         if data.shape in ("auto", shape) and columns.keys() <= record.keys():
-            return _Layout("+".join(columns) if len(columns) > 1 else shape, columns | more, frozenset(columns))
+            return "+".join(columns) if len(columns) > 1 else shape, columns | more, frozenset(columns)
     wanted = "are no known shape" if data.shape == "auto" else f"are not those of data.shape={data.shape}"
     raise BadRow(origin, f"unknown columns: {', '.join(record)} {wanted}", SHAPES_HINT)
 
 
-def _check_columns(columns: dict[str, str]) -> None:
-    parts, given = set(columns.values()), ", ".join(columns.values())
-    for name, part in columns.items():
-        if part not in PARTS:
-            raise DataError(f"data.columns: {name} is {part!r}, which is none of {', '.join(PARTS)}.", SHAPES_HINT)
-    if ("text" in parts and len(columns) > 1) or ("messages" in parts and parts & {"user", "assistant"}):
-        raise DataError(f"data.columns: text and messages stand alone; given are {given}.", SHAPES_HINT)
-    if not parts & {"text", "messages"} and not parts >= {"user", "assistant"}:
-        raise DataError(f"data.columns needs a user and an assistant; given are {given}.", SHAPES_HINT)
-
-
 def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin: str, unused: dict[str, None]) -> Row:
-    if not layout.required <= record.keys():
-        found = f"no column {min(layout.required - record.keys())!r}: there is {', '.join(record)}"
+    _, columns, required = layout
+    if not required <= record.keys():
+        found = f"no column {min(required - record.keys())!r}: there is {', '.join(record)}"
         raise BadRow(origin, found, "All rows of a file have one shape.")
     parts: defaultdict[str, list[Any]] = defaultdict(list)
-    for name, part in layout.columns.items():
-        if name in layout.required or record.get(name) not in (None, ""):
+    for name, part in columns.items():
+        if name in required or record.get(name) not in (None, ""):
             parts[part].append(record[name])
-    if not record.keys() <= layout.columns.keys():
-        unused.update(dict.fromkeys(name for name in record if name not in layout.columns))
+    if not record.keys() <= columns.keys():
+        unused.update(dict.fromkeys(name for name in record if name not in columns))
     if parts["text"]:
         if data.system is not None or data.loss_on == "last":
             message = f"{origin}: data.system is set or data.loss_on is last, but rows of plain text have no turns."
@@ -227,14 +204,15 @@ def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin
         return Row(origin, text=_text(parts["text"][0], "text", origin))
     turns = parts["messages"] or parts["user"] + parts["assistant"]
     if parts["messages"] or all(isinstance(value, list) for value in turns):  # also prompt and completion as lists
-        messages = [message for value in turns for message in _read_messages(value, origin, unused)]
+        given = [message for value in turns for message in _read_list(value, "messages", dict, origin)]
+        messages = [_read_message(message, f"{origin}: message {i}", unused) for i, message in enumerate(given, 1)]
+        if not messages:
+            raise BadRow(origin, f"no messages: found {_shown(turns[0])}", SHAPES_HINT)
     else:
-        history = itertools.chain(*_read_list(parts["history"][0], "history", list, origin) if parts["history"] else ())
-        texts = [*history, _joined(parts["user"], origin), _joined(parts["assistant"], origin)]
-        messages = [
-            {"role": "assistant" if i % 2 else "user", "content": _text(text, "history", origin)}
-            for i, text in enumerate(texts)
-        ]
+        history = _read_list(parts["history"][0], "history", list, origin) if parts["history"] else []
+        texts = [*itertools.chain(*history), _joined(parts["user"], origin), _joined(parts["assistant"], origin)]
+        texts = [_text(text, "history", origin) for text in texts]
+        messages = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
     system = _joined(parts["system"], origin) or data.system
     if system is not None and all(message["role"] not in ("system", "developer") for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
@@ -244,13 +222,6 @@ def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin
 
 def _joined(values: list[Any], origin: str) -> str:
     return "\n\n".join([_text(value, "a column", origin) for value in values])
-
-
-def _read_messages(value: Any, origin: str, unused: dict[str, None]) -> list[dict[str, Any]]:
-    messages = _read_list(value, "messages", dict, origin)
-    if not messages:
-        raise BadRow(origin, f"no messages: found {_shown(value)}", SHAPES_HINT)
-    return [_read_message(message, f"{origin}: message {i}", unused) for i, message in enumerate(messages, 1)]
 
 
 def _read_message(given: dict[str, Any], place: str, unused: dict[str, None]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fullshard.config import DataFile, DataSection, RunConfig
-from fullshard.data.sources import Paths, Row, iterate_rows
+from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import PlanError
 from fullshard.run_folder import CONFIG, PREPARED, read_json
 
@@ -41,10 +41,10 @@ def read_volume(config: RunConfig) -> Volume:
     run = Path(config.output)
     if (run / PREPARED / "train").is_dir() and _is_prepared_for(run, config):
         return _prepared_volume(run / PREPARED)
-    lengths, supervised = _estimate_files(config.data.train, config.data)
+    lengths, supervised = _estimate_files(config.train_files, config.data)
     eval_lengths = np.zeros(0, dtype=np.int64)
     if isinstance(config.data.eval, str):
-        eval_lengths, _ = _estimate_files(config.data.eval, config.data)
+        eval_lengths, _ = _estimate_files([DataFile(path=config.data.eval)], config.data)
     elif config.data.eval:
         count = max(1, round(config.data.eval * len(lengths)))
         if len(lengths) > count:
@@ -87,12 +87,11 @@ def _prepared_volume(prepared: Path) -> Volume:
     return Volume(lengths, supervised, len(held_out), int(held_out.sum()), False)
 
 
-def _estimate_files(files: Paths, data: DataSection) -> tuple[np.ndarray, float]:
+def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:
     """Estimated token lengths, cut at max_length, and the estimated supervised share."""
     found: list[int] = []
     supervised = total = 0
-    for entry in files if isinstance(files, list) else [files]:
-        file = entry if isinstance(entry, DataFile) else DataFile(path=str(entry))
+    for file in files:
         path = Path(file.path)
         if path.is_file() and path.stat().st_size > READ_WHOLE_BYTES and path.suffix.lower() == ".jsonl":
             with open(path, "rb") as lines:

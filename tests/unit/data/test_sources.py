@@ -52,15 +52,15 @@ def turns(*contents: str) -> list[dict[str, str]]:
 def test_shapes_are_recognised(write, record, messages, shape):
     source = read_source(write("a.jsonl", json.dumps(record)), section())
     assert source.rows[0].messages == messages
-    assert source.shape == shape
-    assert source.unused_columns == ()
+    assert ", ".join(source.shapes) == shape
+    assert tuple(source.unused) == ()
 
 
 def test_columns_of_the_recipe(write):
     path = write("a.jsonl", '{"q": "a", "hint": "s", "a": "b", "id": 4}\n')
     source = read_source(path, section(columns={"q": "user", "a": "assistant", "hint": "system"}))
     assert source.rows[0].messages == [{"role": "system", "content": "s"}, *turns("a", "b")]
-    assert source.unused_columns == ("id",)
+    assert tuple(source.unused) == ("id",)
     assert read_rows(write("b.jsonl", '{"body": "a"}'), section(columns={"body": "text"}))[0].text == "a"
 
 
@@ -162,12 +162,12 @@ def test_plain_text_is_cut_at_empty_lines(write):
             '{"instruction": "a", "output": "b", "history": [["x"]]}',
             "not a list of [question, answer] pairs",
         ),
-        ("a.json", '{"text": "a"}\n{"text": "b"}', "a.json:1: expected a list of objects, found '{"),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', "a.json:1: expected [ or [], found '{"),
         ("a.json", '[{"text": "a"},\n{"text": }]', "a.json:2: not JSON"),
-        ("a.json", '[{"text": "a"}\n{"text": "b"}]', "a.json:2: expected ',' or ']'"),
+        ("a.json", '[{"text": "a"}\n{"text": "b"}]', "a.json:2: expected , or ]"),
         ("a.json", '[{"text": "a"},', "a.json:1: not JSON"),
-        ("a.json", '[{"text": "a"}', "a.json:1: expected ',' or ']', found 'the end'"),
-        ("a.json", '[{"text": "a"}] x', "a.json:1: expected nothing after the end of the list, found 'x'"),
+        ("a.json", '[{"text": "a"}', "a.json:1: expected , or ], found 'the end'"),
+        ("a.json", '[{"text": "a"}] x', "a.json:1: expected the end, found 'x'"),
         ("a.csv", "text,id\na,1\nb\n", "a.csv:3: wrong number of fields: 1, but the header names 2 columns"),
         ("a.csv", 'text\na\n"b\nc', "a.csv:3: not CSV (unexpected end of data)"),
         ("a.csv", "text,text\na,b\n", "a.csv:1: two columns have one name"),
@@ -186,9 +186,9 @@ def test_what_is_wrong_is_said_with_its_place(write, name, content, expected):
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"columns": {"q": "human"}}, "q is 'human'"),
-        ({"columns": {"q": "user"}}, "needs a user and an assistant"),
-        ({"columns": {"q": "text", "a": "assistant"}}, "stand alone"),
+        ({"columns": {"q": "human"}}, "gives q as human, but what is needed"),
+        ({"columns": {"q": "user"}}, "gives q as user, but"),
+        ({"columns": {"q": "text", "a": "assistant"}}, "gives q as text, a as assistant, but"),
         ({"columns": {"q": "text"}, "system": "s"}, "data.system is set"),
         ({"columns": {"q": "text"}, "loss_on": "last"}, "loss_on is last"),
     ],

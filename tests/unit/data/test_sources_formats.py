@@ -97,7 +97,7 @@ def test_a_format_gives_what_was_written(tmp_path, name):
     path = path.rename(tmp_path / name)
     source = read_source(str(path), section())
     assert [row.messages for row in source.rows] == WANTED
-    assert (source.shape, source.unused_columns) == ("question+answer", ())
+    assert (", ".join(source.shapes), tuple(source.unused)) == ("question+answer", ())
     lines = {".csv": [2, 4, 5], ".json": [1, 1, 1]}
     expected = (
         [2, 6, 10] if "wide" in name else next((lines[end] for end in lines if end in name.lower() + "."), [1, 2, 3])
@@ -105,7 +105,7 @@ def test_a_format_gives_what_was_written(tmp_path, name):
     if ".jsonl" in name:
         expected = [1, 2, 3]
     assert [row.origin for row in source.rows] == [f"{path}:{line}" for line in expected]
-    assert (source.account.read, source.account.used, source.account.blank) == (3, 3, 0)
+    assert (source.read, source.used, source.blank) == (3, 3, 0)
 
 
 def test_plain_text_packed(tmp_path):
@@ -198,13 +198,13 @@ def test_shapes(tmp_path, record, messages, shape):
     source = read_source(str(tmp_path / "a.jsonl"), section())
     assert source.rows[0].messages == messages
     assert json.dumps(source.rows[0].messages[0]) == json.dumps(messages[0])
-    assert source.shape == shape
+    assert ", ".join(source.shapes) == shape
 
 
 def test_what_is_not_used_is_said(tmp_path):
     save(tmp_path / "a.jsonl", [{"conversations": SHAREGPT, "id": 1}, {"conversations": SHAREGPT, "source": "x"}])
     source = read_source(str(tmp_path / "a.jsonl"), section())
-    assert source.unused_columns == ("id", "messages.id", "source")
+    assert tuple(source.unused) == ("id", "messages.id", "source")
 
 
 def test_a_shape_can_be_stated(tmp_path):
@@ -259,7 +259,7 @@ def test_weights_in_a_recipe(tmp_path):
     path = numbered(tmp_path / "a.jsonl", 2)
     values = {"model": {"path": "m"}, "output": "o", "data": {"train": [{"path": path, "weight": 2}, "b.parquet"]}}
     config = config_from_dict(values)
-    assert config.train_files == [path, "b.parquet"]
+    assert config.train_files == [DataFile(path=path, weight=2), DataFile(path="b.parquet")]
     assert config_from_dict(config.model_dump(mode="json")) == config
     for wrong, message in ((0, "greater than 0"), ("x", "valid number")):
         values["data"]["train"][0]["weight"] = wrong
@@ -287,7 +287,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl:3: not JSON"):
         read_source(str(path), section())
     source = read_source(str(path), section(on_bad="drop"))
-    account = source.account
+    account = source
     assert [row.text for row in source.rows] == ["a", "d"]
     assert (account.read, account.used, account.blank) == (10, 2, 1)
     reasons = [reason for _, reason in BAD if reason and reason != "blank"]
@@ -296,7 +296,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path):
     assert account.places["not JSON"] == [f"{path}:3", f"{path}:9"]
     report = "\n".join(account.report("train"))
     assert "train: 10 records read = 2 used + 0 dropped + 7 bad + 1 blank" in report
-    assert f"train: 2 bad: not JSON ({path}:3, {path}:9)" in report
+    assert f"train: 2 left out: not JSON ({path}:3, {path}:9)" in report
 
 
 def test_a_file_of_bad_rows_only_is_refused(tmp_path):
@@ -309,11 +309,11 @@ def test_bad_rows_of_csv_and_parquet(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'text,id\n"a\nb",1\nc\n\n"d""e",2\n\xff,3\n')
     source = read_source(str(tmp_path / "a.csv"), section(on_bad="drop"))
     assert [(row.text, row.origin[-2:]) for row in source.rows] == [("a\nb", ":2"), ('d"e', ":6")]
-    assert dict(source.account.bad) == {"wrong number of fields": 1, "not UTF-8, or a NUL byte": 1}
-    assert (source.account.read, source.account.blank, source.unused_columns) == (5, 1, ("id",))
+    assert dict(source.bad) == {"wrong number of fields": 1, "not UTF-8, or a NUL byte": 1}
+    assert (source.read, source.blank, tuple(source.unused)) == (5, 1, ("id",))
     save(tmp_path / "a.parquet", [{"text": "a"}, {"text": None}, {"text": "c"}])
     source = read_source(str(tmp_path / "a.parquet"), section(on_bad="drop"))
-    assert source.account.places == {"text is no string": [f"{tmp_path}/a.parquet:2"]}
+    assert source.places == {"text is no string": [f"{tmp_path}/a.parquet:2"]}
 
 
 def test_long_fields_and_objects_over_several_blocks(tmp_path, monkeypatch):

@@ -75,18 +75,16 @@ class DataFile(Section):
     """One source of training rows and its weight in the mix."""
 
     path: str = Field(min_length=1, description="As data.train.")
-    weight: float = Field(
-        default=1.0, gt=0, le=1000, description="How often an epoch sees each row, as data.train says."
-    )
+    weight: float = Field(default=1.0, gt=0, le=1000, description="How often an epoch sees each row of it.")
 
 
 class DataSection(Section):
     """The data, and how a row becomes tokens."""
 
     train: str | list[str | DataFile] = Field(
-        description="Training data: a file (.jsonl, .json, .csv, .txt, also with .gz or .zst; .parquet), a folder, the"
-        " id of a data set (owner/name or owner/name:split), or a list of these: [{path: a.jsonl, weight: 2}, b.csv]."
-        " Of weight 1.5 an epoch sees each row once and half of the rows, drawn by train.seed, once more."
+        description="Training data: a file (.jsonl, .json, .csv, .txt, also .gz or .zst; .parquet), a folder, the id of"
+        " a data set (owner/name or owner/name:split), or a list of these: [{path: a.jsonl, weight: 1.5}, b.csv]. With"
+        " weight 1.5 an epoch sees each row once and half of the rows, drawn by train.seed, once more."
     )
     eval: str | float | None = Field(
         default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
@@ -327,8 +325,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(problem: dict[str, Any]) -> str:
-    kinds = ("str", "float", "list[str]", "list[union[str,DataFile]]", "DataFile")
-    place = [str(part) for part in problem["loc"] if str(part) not in kinds]
+    place = [str(part) for part in problem["loc"] if not re.match(r"(str|float|DataFile)$|list\[", str(part))]
     key = ".".join(place) or "recipe"
     kind = problem["type"]
     foreign = kind == "extra_forbidden" or (key, kind) == ("model", "model_type")

@@ -23,7 +23,7 @@ BATCH_ROWS = 256  # Parquet rows in memory
 DATA_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+))?")
 SPLIT_WORD = re.compile(r"(?:^|[-._ 0-9/])(train|test|validation|valid|val|dev|eval)(?=[-._ 0-9/])", re.IGNORECASE)
 NO_DATA = re.compile(r"(^|/)(\.|(dataset_infos?|configuration|config)\.json$|requirements\.txt$)")
-NOT_TEXT = re.compile("[\0\udc80-\udcff]")
+NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
 ENDINGS = "Read are .jsonl, .json, .csv and .txt, each also with .gz or .zst, and .parquet."
 WAYS = """Other ways:
@@ -69,8 +69,7 @@ def read_file(path: Path) -> Iterator[Record]:
 
 def _guarded(records: Iterator[Record], place: Path | str) -> Iterator[Record]:
     """The records; whatever their reader raises becomes a DataError that names the row behind which it came."""
-    blame = Blame(DataError, f"{place}:1: cannot be read", "It is damaged, or not of the kind that its ending says.")
-    with blame:
+    with (blame := Blame(DataError, f"{place}:1: cannot be read", "It is damaged, or not what its ending says.")):
         for record in records:
             blame.message = f"{place}:{record[0]}: what follows this row cannot be read"
             yield record
@@ -103,7 +102,7 @@ def _no_text(text: str) -> re.Match[str] | None:
     return None if text.isascii() and "\0" not in text else NOT_TEXT.search(text)
 
 
-def decode_json(text: str, origin: str, hint: str) -> Any:
+def decode_json(text: str, origin: str, hint: str = "Every line must be one whole JSON object.") -> Any:
     """The value of a JSON text. Raises BadRow."""
     try:
         return _checked(None if _no_text(text) else DECODER.decode(text), text, origin)
@@ -124,11 +123,8 @@ def _checked(value: Any, text: str, origin: str) -> Any:
     if found := _no_text(text):  # NUL: UTF-16 without its mark, or a hole that a crash left
         byte = f"not UTF-8 (byte 0x{ord(found[0]) & 0xFF:02x}, character {found.start() + 1})"
         raise BadRow(origin, byte if ord(found[0]) else "a NUL byte (this is no UTF-8 text)", "Save it as UTF-8.")
-    if "\\ud" in text or "\\uD" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise BadRow(origin, f"half a surrogate pair: {error.object[error.start]!r} is no text") from None
+    if re.search(r"\\u[dD]", text) and (half := HALF.search(json.dumps(value, ensure_ascii=False))):
+        raise BadRow(origin, f"half a surrogate pair: {half[0]!r} is no text")
     return value
 
 
@@ -136,8 +132,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             try:
-                hint = "Every line must be one whole JSON object."
-                yield number, decode_json(line, f"{path}:{number}", hint) if line.strip() else ...
+                yield number, decode_json(line, f"{path}:{number}") if line.strip() else ...
             except BadRow as error:
                 yield number, error
 
@@ -195,8 +190,8 @@ def _read_csv(path: Path) -> Iterator[Record]:
                 elif not names:
                     names = fields
                 elif bad or len(fields) != len(names):
-                    count = f"wrong number of fields: {len(fields)}, but the header names {len(names)} columns"
-                    yield start, BadRow(f"{path}:{start}", bad or count)
+                    bad = bad or f"wrong number of fields: {len(fields)}, but the header names {len(names)} columns"
+                    yield start, BadRow(f"{path}:{start}", bad)
                 else:
                     yield start, dict(zip(names, fields, strict=True))
                 start = reader.line_num + 1
@@ -214,8 +209,7 @@ def _read_text(path: Path) -> Iterator[Record]:
                 continue
             if lines:
                 text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
-                bad = _no_text(text) and BadRow(f"{path}:{start}", "not UTF-8, or a NUL byte")
-                yield start, bad or {"text": text}
+                yield start, BadRow(f"{path}:{start}", "not UTF-8, or a NUL byte") if _no_text(text) else {"text": text}
             start, lines = number + 1, []
 
 
@@ -239,9 +233,7 @@ def _format_of(name: str) -> Callable[[Path], Iterator[Record]] | None:
 
 
 def _number(rows: Any) -> Iterator[Record]:
-    """Rows of columns, numbered. A null key of a nested object is left out: columns merge the keys of all rows, so it
-    cannot be told from one that the row never had.
-    """
+    """Rows of columns, numbered. Nested keys that are null are left out: columns merge the keys of all rows."""
     for number, row in enumerate(rows, 1):
         yield number, {name: _without_nulls(value) for name, value in row.items()}
 
@@ -254,7 +246,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _open_folder(folder: Path, split: str) -> Files:
     """A data set as ``save_to_disk`` writes it, or all files of known formats in and below a folder."""
-    if not ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):
+    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         files: dict[str, list[Path]] = {}
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder).as_posix()

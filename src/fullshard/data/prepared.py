@@ -368,8 +368,7 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     assert held_out is not None
     with open(path, "w", encoding="utf-8") as file:
         for row in held_out.rows:
-            tools = {"tools": row.tools} if row.tools else {}
-            value = {"text": row.text} if row.messages is None else {"messages": row.messages, **tools}
+            value = {"text": row.text} if row.messages is None else {"messages": row.messages, "tools": row.tools}
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 

@@ -77,9 +77,8 @@ class Account:
 
     def report(self, split: str) -> list[str]:
         """The lines that a person reads; none where every record is used once."""
-        sums = (
-            f"{self.used:,} used + {self.dropped.total():,} dropped + {self.bad.total():,} bad + {self.blank:,} blank"
-        )
+        dropped, bad = self.dropped.total(), self.bad.total()
+        sums = f"{self.used:,} used + {dropped:,} dropped + {bad:,} bad + {self.blank:,} blank"
         lines = [f"{split}: {self.read:,} records read = {sums}; {self.copies:,} copies by weight"]
         for reason, count in (self.dropped + self.bad).items():
             lines.append(f"{split}: {count:,} left out: {reason} ({', '.join(self.places[reason])})")
@@ -150,7 +149,7 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
             if isinstance(record, BadRow):
                 raise record
             if not isinstance(record, dict):
-                raise BadRow(origin, f"no object with columns: found {_shown(record)}", SHAPES_HINT)
+                raise BadRow(origin, f"no object with columns: found {record!r:.40}", SHAPES_HINT)
             layout = layout or _recognise(record, data, origin)
             row = _make_row(record, layout, data, origin, account.unused)
         except BadRow as error:
@@ -188,40 +187,39 @@ def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layou
 
 def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin: str, unused: dict[str, None]) -> Row:
     _, columns, required = layout
-    if not required <= record.keys():
-        found = f"no column {min(required - record.keys())!r}: there is {', '.join(record)}"
-        raise BadRow(origin, found, "All rows of a file have one shape.")
-    parts: defaultdict[str, list[Any]] = defaultdict(list)
+    for name in required - record.keys():
+        raise BadRow(origin, f"no column {name!r}: there is {', '.join(record)}", "A file's rows have one shape.")
+    names: defaultdict[str, list[str]] = defaultdict(list)  # part -> columns
     for name, part in columns.items():
         if name in required or record.get(name) not in (None, ""):
-            parts[part].append(record[name])
+            names[part].append(name)
     if not record.keys() <= columns.keys():
         unused.update(dict.fromkeys(name for name in record if name not in columns))
-    if parts["text"]:
+    if names["text"]:
         if data.system is not None or data.loss_on == "last":
             message = f"{origin}: data.system is set or data.loss_on is last, but rows of plain text have no turns."
             raise DataError(message, "Remove both.")
-        return Row(origin, text=_text(parts["text"][0], "text", origin))
-    turns = parts["messages"] or parts["user"] + parts["assistant"]
-    if parts["messages"] or all(isinstance(value, list) for value in turns):  # also prompt and completion as lists
-        given = [message for value in turns for message in _read_list(value, "messages", dict, origin)]
+        return Row(origin, text=_joined(record, names["text"], origin))
+    turns = names["messages"] or names["user"] + names["assistant"]
+    if names["messages"] or all(isinstance(record[name], list) for name in turns):  # prompt and completion as lists
+        given = [message for name in turns for message in _read_list(record[name], name, dict, origin)]
         messages = [_read_message(message, f"{origin}: message {i}", unused) for i, message in enumerate(given, 1)]
         if not messages:
-            raise BadRow(origin, f"no messages: found {_shown(turns[0])}", SHAPES_HINT)
+            raise BadRow(origin, f"no messages: found {record[turns[0]]!r:.40}", SHAPES_HINT)
     else:
-        history = _read_list(parts["history"][0], "history", list, origin) if parts["history"] else []
-        texts = [*itertools.chain(*history), _joined(parts["user"], origin), _joined(parts["assistant"], origin)]
-        texts = [_text(text, "history", origin) for text in texts]
+        pairs = [pair for name in names["history"] for pair in _read_list(record[name], name, list, origin)]
+        texts = [_text(text, "history", origin) for text in itertools.chain(*pairs)]
+        texts += [_joined(record, names[part], origin) for part in ("user", "assistant")]
         messages = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
-    system = _joined(parts["system"], origin) or data.system
+    system = _joined(record, names["system"], origin) or data.system
     if system is not None and all(message["role"] not in ("system", "developer") for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
-    tools = [tool for value in parts["tools"] for tool in _read_list(value, "tools", dict, origin)]
+    tools = [tool for name in names["tools"] for tool in _read_list(record[name], name, dict, origin)]
     return Row(origin, messages=messages, tools=tools or None)
 
 
-def _joined(values: list[Any], origin: str) -> str:
-    return "\n\n".join([_text(value, "a column", origin) for value in values])
+def _joined(record: dict[str, Any], names: list[str], origin: str) -> str:
+    return "\n\n".join([_text(record[name], name, origin) for name in names])
 
 
 def _read_message(given: dict[str, Any], place: str, unused: dict[str, None]) -> dict[str, Any]:
@@ -233,7 +231,7 @@ def _read_message(given: dict[str, Any], place: str, unused: dict[str, None]) ->
     elif role is None and "from" in given:
         role, content = SHAREGPT_ROLES.get(str(given["from"]), given["from"]), given.get("value")
     if role not in ROLES:
-        found = f"no role (from) in {', '.join(given)}" if role is None else f"unknown role: {_shown(role)}"
+        found = f"no role (from) in {', '.join(given)}" if role is None else f"unknown role: {role!r:.40}"
         raise BadRow(place, found, f"Known are {', '.join(SHAREGPT_ROLES)} and function_call (in from).")
     calls = _read_list(calls, "tool_calls", dict, place)
     read = {"role": role, "content": content if content is None and calls else _text(content, "content", place)}
@@ -245,9 +243,9 @@ def _read_message(given: dict[str, Any], place: str, unused: dict[str, None]) ->
         if key == "weight" and inner in (0, 1):  # as in OpenAI's files
             read["train"] = bool(inner)
         elif key in ("function_call", "weight") or not isinstance(inner, MESSAGE_KEYS.get(key, object)):
-            raise BadRow(place, f"{key} of a kind that is not read: {_shown(inner)}")
+            raise BadRow(place, f"{key} of a kind that is not read: {inner!r:.40}")
         elif key in MESSAGE_KEYS:
-            read[key] = _text(inner, key, place) if isinstance(inner, str) else inner
+            read[key] = inner
         else:
             unused[f"messages.{key}"] = None
     return read
@@ -261,15 +259,11 @@ def _read_list(value: Any, name: str, kind: type, origin: str) -> list[Any]:
     is_fit = isinstance(value, list) and all(isinstance(inner, kind) for inner in value)
     if not is_fit or (kind is list and any(len(pair) != 2 for pair in value)):
         wanted = "a list of objects" if kind is dict else "a list of [question, answer] pairs"
-        raise BadRow(origin, f"{name} is not {wanted}: found {_shown(value)}", SHAPES_HINT)
+        raise BadRow(origin, f"{name} is not {wanted}: found {value!r:.40}", SHAPES_HINT)
     return value
 
 
 def _text(value: Any, name: str, origin: str) -> str:
     if not isinstance(value, str):
-        raise BadRow(origin, f"{name} is no string: found {_shown(value)}", "Write the value in quotes.")
+        raise BadRow(origin, f"{name} is no string: found {value!r:.40}", "Write the value in quotes.")
     return value
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)[:40]

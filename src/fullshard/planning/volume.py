@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +95,7 @@ def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarra
         if path.is_file() and path.stat().st_size > READ_WHOLE_BYTES and path.suffix.lower() == ".jsonl":
             with open(path, "rb") as lines:
                 sizes = [max(4, len(line) // BYTES_PER_TOKEN) for line in lines if line.strip()]
-            sizes = (sizes * math.ceil(file.weight))[: round(len(sizes) * file.weight)]
+            sizes = (sizes * (int(file.weight) + 1))[: round(len(sizes) * file.weight)]
             found, supervised, total = found + sizes, supervised + sum(sizes) // 2, total + sum(sizes)
             continue
         for row in iterate_rows([file], data):

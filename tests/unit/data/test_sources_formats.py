@@ -150,6 +150,7 @@ def test_columns_do_not_add_keys_to_tool_calls(tmp_path):
 
 
 CALL = {"name": "weather", "arguments": {"city": "Rome"}}
+WRAPPED = {"type": "function", "function": CALL}
 SHAREGPT = [
     {"from": "system", "value": "s"},
     {"from": "human", "value": "q"},
@@ -170,7 +171,7 @@ def turns(*pairs: str) -> list[dict]:
             {"conversations": SHAREGPT, "system": "not taken"},
             [
                 *turns("system=s", "user=q"),
-                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}], "train": False},
+                {"role": "assistant", "content": None, "tool_calls": [WRAPPED], "train": False},
                 *turns("tool=21"),
                 {"role": "assistant", "content": "a", "train": True},
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -235,7 +236,7 @@ def numbered(path, count: int):
     return str(path)
 
 
-@pytest.mark.parametrize(("weight", "copies"), [(1, 0), (3, 2), (0.25, 0), (1.5, 0), (0.001, 0)])
+@pytest.mark.parametrize(("weight", "copies"), [(1, 0), (3, 2), (0.25, 0), (1.5, 0), (0.001, 0), (0.333, 0)])
 def test_weights(tmp_path, weight, copies):
     mixed = [DataFile(path=numbered(tmp_path / "a.jsonl", 260), weight=weight), numbered(tmp_path / "b.jsonl", 3)]
     account = Account()
@@ -329,14 +330,33 @@ def test_long_fields_and_objects_over_several_blocks(tmp_path, monkeypatch):
             assert [row.text for row in read_source(str(tmp_path / name), section()).rows] == [r["text"] for r in rows]
 
 
+class Recorded(io.StringIO):
+    """A text that knows how much of it was read."""
+
+    taken = 0
+
+    def read(self, size=-1):
+        self.taken += size
+        return super().read(size)
+
+
 def test_a_fault_early_in_a_list_is_found_early(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 64)
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"},\n{"text" "b"},\n' + '{"text": "c"},\n' * 1000 + '{"text": "d"}]')
-    records = files.read_file(path)
-    assert next(records) == (1, {"text": "a"})
+    text = Recorded(path.read_text())
+    monkeypatch.setattr(files, "_open", lambda path: text)
     with pytest.raises(DataError, match=r"a\.json:2: not JSON"):
-        next(records)
+        list(files.read_file(path))
+    assert text.taken < 300
+
+
+def test_a_number_over_two_blocks_is_one_bad_row(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text('[{"text": "a"}, 1234567890123, {"text": "b"}]')
+    for block in range(1, 20):
+        monkeypatch.setattr(files, "BLOCK", block)
+        source = read_source(str(tmp_path / "a.json"), section(on_bad="drop"))
+        assert ([row.text for row in source.rows], source.bad.total()) == (["a", "b"], 1)
 
 
 def test_folder_of_files(tmp_path):

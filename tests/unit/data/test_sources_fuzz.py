@@ -17,7 +17,9 @@ from fullshard.errors import DataError
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ENDINGS = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".jsonl.gz", ".json.zst", ".csv.gz", ".txt.zst")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-KEYS = "text messages role content from value tools tool_calls train weight prompt completion history instruction output"
+KEYS = (
+    "text messages role content from value tools tool_calls train weight prompt completion history instruction output"
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(KEYS.split()), inner),

@@ -72,13 +72,29 @@ class ModelSection(Section):
         return tokens
 
 
+class DataFile(Section):
+    """One source of training rows and its weight in the mix."""
+
+    path: str = Field(min_length=1, description="As data.train.")
+    weight: float = Field(default=1.0, gt=0, le=1000, description="How often an epoch sees each row of it.")
+
+
 class DataSection(Section):
     """The data, and how a row becomes tokens."""
 
-    train: str | list[str] = Field(description="Training file or files: .jsonl, .json or .txt.")
+    train: str | list[str | DataFile] = Field(
+        description="Training data: a file (.jsonl, .json, .csv, .txt, also .gz or .zst; .parquet), a folder, the id of"
+        " a data set (owner/name or owner/name:split), or a list of these: [{path: a.jsonl, weight: 1.5}, b.csv]. With"
+        " weight 1.5 an epoch sees each row once and half of the rows, drawn by train.seed, once more."
+    )
     eval: str | float | None = Field(
         default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
     )
+    source: Literal["huggingface", "modelscope"] = Field(default="huggingface", description="Hub of a data set id.")
+    shape: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
+        default="auto", description="Shape of the rows. auto: recognised, file by file, and printed."
+    )
+    on_bad: Literal["stop", "drop"] = Field(default="stop", description="Unusable rows: stop, or leave out and count.")
     max_length: int = Field(default=1024, ge=4, le=2**24, description="Longest row in tokens.")
     packing: bool = Field(default=False, description="Lay several rows into one sequence; they never see each other.")
     columns: dict[str, str] | None = Field(
@@ -211,9 +227,10 @@ class RunConfig(Section):
         return self.train.learning_rate or (1e-4 if self.method == "lora" else 1e-5)
 
     @property
-    def train_files(self) -> list[str]:
-        """Training files as a list."""
-        return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
+    def train_files(self) -> list[DataFile]:
+        """Sources of the training rows, each with its weight."""
+        files = [self.data.train] if isinstance(self.data.train, str) else self.data.train
+        return [DataFile(path=file) if isinstance(file, str) else file for file in files]
 
 
 def recipe_keys() -> list[str]:
@@ -312,7 +329,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(problem: dict[str, Any]) -> str:
-    place = [str(part) for part in problem["loc"] if str(part) not in ("str", "float", "list[str]")]
+    place = [str(part) for part in problem["loc"] if not re.match(r"(str|float|DataFile)$|list\[", str(part))]
     key = ".".join(place) or "recipe"
     kind = problem["type"]
     foreign = kind == "extra_forbidden" or (key, kind) == ("model", "model_type")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(Exception):
     """A problem the user can solve. ``message`` says what was given and what fits; ``hint`` is the next step."""
@@ -51,10 +53,16 @@ ERROR_TYPES = {
 }
 
 
+def without_secrets(text: str) -> str:
+    """``text`` without what addresses and servers may repeat: passwords, signatures, tokens."""
+    text = re.sub(r"\?[^\s'\"]*", "", re.sub(r"(\w+://)[^\s/@]*@", r"\1", text))
+    return re.sub(r"\b(hf_|ms-)\w[\w-]*", r"\1***", text)
+
+
 class Blame:
     """``with Blame(ModelError, "No tokenizer in x", hint):`` - all that a foreign reader raises becomes that error.
 
-    Tokenizers and chat templates raise anything, a bare Exception too. A UserError passes.
+    Tokenizers, chat templates and file readers raise anything, a bare Exception too. A UserError passes.
     """
 
     def __init__(self, kind: type[UserError], message: str, hint: str) -> None:
@@ -65,4 +73,4 @@ class Blame:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, UserError):
             first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-            raise self.kind(f"{self.message}: {first}", self.hint) from error
+            raise self.kind(f"{self.message}: {without_secrets(first)}", self.hint) from error

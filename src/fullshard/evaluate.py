@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from fullshard.config import DataSection
 from fullshard.data.chat import Renderer, choose_pad_id
-from fullshard.data.sources import Row, read_rows
+from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
 from fullshard.infer.model_folder import read_merge_facts
@@ -121,7 +122,7 @@ def evaluate_run(
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
-    rows = read_rows([str(data)], section)[:limit]
+    rows = list(islice(iterate_rows(str(data), section), limit))
     if not rows:
         raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
     compared = None

@@ -165,7 +165,7 @@ def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: st
         (f"# Every key: fullshard train --schema. Plan: {_plan_words(plan)}", ""),
         (f"model: {{path: {_quote(values['model']['path'])}}}", ""),
         ("data:", ""),
-        (f"  train: {_quote(data['train'])}", f"{num_rows:,} rows, read as {source.shape}"),
+        (f"  train: {_quote(data['train'])}", f"{num_rows:,} rows, read as {', '.join(source.shapes)}"),
         (f"  eval: {eval_value}", eval_note),
         (
             f"  max_length: {data['max_length']}",

@@ -106,7 +106,7 @@ def test_recipe_loads_with_every_place_filled(tmp_path):
     assert yaml.safe_load(text)["model"]["path"] == str(tmp_path / "model: odd # name")
     config = load_config(path)
     assert config.output == str(tmp_path / "quickstart")
-    assert [name.split("/")[-1] for name in config.train_files] == ["train.jsonl", "train_zh.jsonl"]
+    assert [file.path.split("/")[-1] for file in config.train_files] == ["train.jsonl", "train_zh.jsonl"]
     assert config.data.max_length == 64
 
 

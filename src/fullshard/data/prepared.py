@@ -13,6 +13,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def write_split(
     progress: Progress | None,
 ) -> dict[str, Any]:
     """Render, audit and write one split; returns its accounting with ``hash``, ``max_token_id`` and ``report``."""
-    book = audit.Audit(split, source.shape, data.max_length)
+    book = audit.Audit(split, ", ".join(source.shapes), data.max_length)
     arrays = _Arrays()
     renderer = BatchRenderer(chat.Renderer(tokenizer, data.loss_on, data.template_arguments))
     too_long: list[tuple[int, str]] = []
@@ -185,8 +186,9 @@ def write_split(
         raise DataError(
             f"No row is left in {split}. " + " ".join(report[2:]), "Raise data.max_length or repair the rows."
         )
-    if source.unused_columns:
-        report.append(f"{split}: columns not used: {', '.join(source.unused_columns)}")
+    report += source.report(split)
+    if source.unused:
+        report.append(f"{split}: columns not used: {', '.join(source.unused)}")
     result = book.to_json() | {"max_token_id": arrays.largest, "report": report}
     result["hash"] = arrays.write(folder, result)
     return result
@@ -315,7 +317,7 @@ def _prepare_into(
     return {
         "schema": SCHEMA_VERSION,
         "hash": hashlib.sha256("".join(split["hash"] for split in found).encode()).hexdigest(),
-        "shape": train.shape,
+        "shape": ", ".join(train.shapes),
         **splits,
         "supervised_tokens": splits["train"]["supervised_tokens"],
         "longest": max(split["longest_written"] for split in found),
@@ -331,19 +333,22 @@ def _prepare_into(
 
 def _read_splits(config: RunConfig) -> tuple[Source, Source | None]:
     """Training and held-out rows; a share is set apart by the run's seed, in file order on both sides."""
-    train = read_source(config.train_files, config.data)
+    train = read_source(config.train_files, config.data, config.train.seed)
     share = config.data.eval
     if share is None:
         return train, None
     if isinstance(share, str):
         return train, read_source(share, config.data)
-    num_eval = max(1, round(share * len(train.rows)))
-    if num_eval >= len(train.rows):
-        rows = "1 row" if len(train.rows) == 1 else f"{len(train.rows)} rows"
+    num_rows = sum(not row.copy for row in train.rows)
+    num_eval = max(1, round(share * num_rows))
+    if num_eval >= num_rows:
+        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         raise DataError(f"data.eval={share} of {rows} leaves nothing to train on.", "Add rows, or set data.eval=null.")
-    apart = set(shuffle(len(train.rows), config.train.seed, 2**32).tolist()[:num_eval])  # no epoch has this number
-    parts = [[row for i, row in enumerate(train.rows) if (i in apart) == wanted] for wanted in (False, True)]
-    return tuple(Source(rows, train.shape, train.unused_columns) for rows in parts)
+    apart = set(shuffle(num_rows, config.train.seed, 2**32).tolist()[:num_eval])  # no epoch has this number
+    numbers = np.cumsum([not row.copy for row in train.rows]) - 1  # copies go where their row goes
+    kept = [row for number, row in zip(numbers, train.rows, strict=True) if number not in apart]
+    held_out = [row for number, row in zip(numbers, train.rows, strict=True) if number in apart and not row.copy]
+    return replace(train, rows=kept), Source(rows=held_out, shapes=train.shapes)
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
@@ -352,7 +357,7 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     assert held_out is not None
     with open(path, "w", encoding="utf-8") as file:
         for row in held_out.rows:
-            value = {"text": row.text} if row.messages is None else {"messages": row.messages}
+            value = {"text": row.text} if row.messages is None else {"messages": row.messages, "tools": row.tools}
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fullshard.config import RunConfig
-from fullshard.errors import ModelError
+from fullshard.errors import ModelError, without_secrets
 from fullshard.model.load import INDEX, SIDE_FILES, check_model_folder, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -104,12 +104,7 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
         return "the disk is full"
     first = (str(cause).strip().splitlines() or [""])[0].rstrip(".")
-    return f"HTTP {status}" if status else f"{type(cause).__name__}: {_without_secrets(first)}"
-
-
-def _without_secrets(text: str) -> str:
-    text = re.sub(r"\?[^\s'\"]*", "", re.sub(r"(\w+://)[^\s/@]*@", r"\1", text))
-    return re.sub(r"\b(hf_|ms-)\w[\w-]*", r"\1***", text)
+    return f"HTTP {status}" if status else f"{type(cause).__name__}: {without_secrets(first)}"
 
 
 def _huggingface() -> _Hub:
@@ -125,7 +120,7 @@ def _huggingface() -> _Hub:
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()  # loading a model has switched them off
     errors = (OSError, HTTPError, ValueError, RuntimeError, ImportError)  # ImportError: a SOCKS proxy without socksio
-    return _Hub(_without_secrets(constants.ENDPOINT), snapshot_download, sizes, errors)
+    return _Hub(without_secrets(constants.ENDPOINT), snapshot_download, sizes, errors)
 
 
 def _modelscope(model_id: str) -> _Hub:

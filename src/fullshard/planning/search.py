@@ -98,7 +98,7 @@ def make_plan(
     num_ranks = count or ranks or default_ranks()
     if ranks not in (None, num_ranks):
         raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
-    files = [*config.train_files, *([config.data.eval] if isinstance(config.data.eval, str) else [])]
+    files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
     if card and (not card.bf16_flops or choose_precision(config, facts.machine) != "bf16"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fullshard.config import DataSection, RunConfig
-from fullshard.data.sources import Row, read_lines, read_rows
+from fullshard.config import DataFile, DataSection, RunConfig
+from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import PlanError
 from fullshard.run_folder import CONFIG, PREPARED, read_json
 
@@ -43,7 +43,7 @@ def read_volume(config: RunConfig) -> Volume:
     lengths, supervised = _estimate_files(config.train_files, config.data)
     eval_lengths = np.zeros(0, dtype=np.int64)
     if isinstance(config.data.eval, str):
-        eval_lengths, _ = _estimate_files([config.data.eval], config.data)
+        eval_lengths, _ = _estimate_files([DataFile(path=config.data.eval)], config.data)
     elif config.data.eval:
         count = max(1, round(config.data.eval * len(lengths)))
         if len(lengths) > count:
@@ -87,17 +87,19 @@ def _prepared_volume(prepared: Path) -> Volume:
     return Volume(lengths, supervised, len(held_out), int(held_out.sum()), False)
 
 
-def _estimate_files(files: list[str], data: DataSection) -> tuple[np.ndarray, float]:
+def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:
     """Estimated token lengths, cut at max_length, and the estimated supervised share."""
     found: list[int] = []
     supervised = total = 0
     for file in files:
-        path = Path(file)
+        path = Path(file.path)
         if path.is_file() and path.stat().st_size > READ_WHOLE_BYTES and path.suffix.lower() == ".jsonl":
-            found += [max(4, len(line) // BYTES_PER_TOKEN) for _, line in read_lines(path) if line.strip()]
-            supervised, total = supervised + sum(found) // 2, total + sum(found)
+            with open(path, "rb") as lines:
+                sizes = [max(4, len(line) // BYTES_PER_TOKEN) for line in lines if line.strip()]
+            sizes = (sizes * (int(file.weight) + 1))[: round(len(sizes) * file.weight)]
+            found, supervised, total = found + sizes, supervised + sum(sizes) // 2, total + sum(sizes)
             continue
-        for row in read_rows(path, data):
+        for row in iterate_rows([file], data):
             tokens, answers = estimate_row(row, data.loss_on)
             found.append(tokens)
             supervised, total = supervised + answers, total + tokens
@@ -110,7 +112,7 @@ def estimate_row(row: Row, loss_on: str) -> tuple[int, int]:
     if row.messages is None:
         tokens = max(4, len((row.text or "").encode()) // BYTES_PER_TOKEN + 1)
         return tokens, tokens
-    sizes = [len(message["content"].encode()) // BYTES_PER_TOKEN + 1 for message in row.messages]
+    sizes = [len((message["content"] or "").encode()) // BYTES_PER_TOKEN + 1 for message in row.messages]
     tokens = sum(sizes) + TEMPLATE_TOKENS * len(sizes)
     answers = [size + 1 for size, message in zip(sizes, row.messages, strict=True) if message["role"] == "assistant"]
     if loss_on == "all":

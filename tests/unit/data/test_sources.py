@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config import DataSection
-from fullshard.data.sources import read_lines, read_rows, read_source
+from fullshard.data.sources import Row, read_source
 from fullshard.errors import DataError
 
 
 def section(**keys) -> DataSection:
     return DataSection(train="unused", **keys)
+
+
+def read_rows(path, data: DataSection) -> list[Row]:
+    return read_source(path, data).rows
 
 
 @pytest.fixture
@@ -48,15 +52,15 @@ def turns(*contents: str) -> list[dict[str, str]]:
 def test_shapes_are_recognised(write, record, messages, shape):
     source = read_source(write("a.jsonl", json.dumps(record)), section())
     assert source.rows[0].messages == messages
-    assert source.shape == shape
-    assert source.unused_columns == ()
+    assert ", ".join(source.shapes) == shape
+    assert tuple(source.unused) == ()
 
 
 def test_columns_of_the_recipe(write):
     path = write("a.jsonl", '{"q": "a", "hint": "s", "a": "b", "id": 4}\n')
     source = read_source(path, section(columns={"q": "user", "a": "assistant", "hint": "system"}))
     assert source.rows[0].messages == [{"role": "system", "content": "s"}, *turns("a", "b")]
-    assert source.unused_columns == ("id",)
+    assert tuple(source.unused) == ("id",)
     assert read_rows(write("b.jsonl", '{"body": "a"}'), section(columns={"body": "text"}))[0].text == "a"
 
 
@@ -82,7 +86,9 @@ def test_bom_crlf_blank_lines_and_unicode_line_separators(write):
 def test_lines_come_back_as_they_were(tmp_path_factory, lines, end):
     path = tmp_path_factory.mktemp("lines") / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + end.join(["first", *lines, "last"]).encode())
-    assert list(read_lines(path)) == list(enumerate(["first", *lines, "last"], 1))
+    paragraphs = "\n".join(["first", *lines, "last"])
+    rows = read_rows(path, section())
+    assert "\n".join(row.text for row in rows).split("\n") == [line for line in paragraphs.split("\n") if line.strip()]
 
 
 def test_json_lists_keep_their_line_numbers(write):
@@ -104,31 +110,71 @@ def test_plain_text_is_cut_at_empty_lines(write):
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.jsonl", "\n \n", "a.jsonl is empty"),
         ("a.json", "[]", "a.json is empty"),
+        ("a.json", " [ ] ", "a.json is empty"),
         ("a.json", " ", "a.json is empty"),
-        ("a.txt", "\n\n", "holds no text"),
-        ("a.csv", "a,b", "files ending in '.csv' are not read"),
-        ("a.jsonl", '{"text": "a"}\n{"text": "b"', "a.jsonl:2: not JSON"),
-        ("a.jsonl", '{"text": "a"}\n[1, 2]', "a.jsonl:2: found a list of 2"),
-        ("a.jsonl", '{"text": "a"}\n{"body": "b"}', "a.jsonl:2: no column 'text'; this row has body"),
-        ("a.jsonl", '{"text": 5}', "a.jsonl:1: text holds the number 5"),
-        ("a.jsonl", '{"text": null}', "a.jsonl:1: text holds null"),
-        ("a.jsonl", '{"text": "\\ud800"}', "a.jsonl:1: text holds half a surrogate pair"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: byte 11 is not UTF-8 (0xff)"),
-        ("a.jsonl", b"\xff\xfe{\x00", "is UTF-16"),
-        ("a.jsonl", '{"x": "a", "y": "b"}', "a.jsonl:1: the columns x, y are no known shape"),
-        ("a.jsonl", '{"messages": []}', "a.jsonl:1: messages holds an empty list"),
-        ("a.jsonl", '{"messages": [{"role": "user"}]}', "a.jsonl:1: messages, message 1: found an object with role"),
-        ("a.jsonl", '{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' is none of"),
+        ("a.txt", "\n\n", "a.txt is empty"),
+        ("a.csv", "text\n", "a.csv is empty"),
+        ("a.tsv", "a,b", "files ending in '.tsv' are not read"),
+        ("a.parquet.gz", "a", "files ending in '.parquet.gz' are not read"),
+        ("a", "a,b", "files ending in 'nothing' are not read"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"', "a.jsonl:2: not JSON (Expecting"),
+        ("a.jsonl", '{"text": "a"}\n[1, 2]', "a.jsonl:2: no object with columns: found [1, 2]"),
+        ("a.jsonl", '{"text": "a"}\nnull', "a.jsonl:2: no object with columns: found None"),
+        ("a.jsonl", '{"text": "a"}\n"b"', "a.jsonl:2: no object with columns: found 'b'"),
+        ("a.json", '[{"text": "a"}, null]', "a.json:1: no object with columns: found None"),
+        ("a.jsonl", '{"text": "a"}\n{"body": "b"}', "a.jsonl:2: no column 'text': there is body"),
+        ("a.jsonl", '{"text": 5}', "a.jsonl:1: text is no string: found 5"),
+        ("a.jsonl", '{"question": "a", "answer": ["b"]}', "a.jsonl:1: answer is no string: found ['b']"),
+        ("a.jsonl", '{"text": null}', "a.jsonl:1: text is no string: found None"),
+        ("a.jsonl", '{"text": "\\ud800"}', "a.jsonl:1: half a surrogate pair"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: not UTF-8 (byte 0xff, character 11)"),
+        ("a.json", b'[{"text": "a"},\n{"text": "\xff"}]', "a.json:2: not UTF-8 (byte 0xff, character 11)"),
+        ("a.csv", b'text\n"a\nb"\n\xff\n', "a.csv:4: not UTF-8"),
+        ("a.csv", b"te\xffxt\na\n", "a.csv:1: not UTF-8"),
+        ("a.txt", b"a\n\n\xff\n", "a.txt:3: not UTF-8"),
+        ("a.jsonl", b"\xff\xfe{\x00", "a.jsonl:1: not UTF-8"),
+        ("a.jsonl", '{"x": "a", "y": "b"}', "a.jsonl:1: unknown columns: x, y are no known shape"),
+        ("a.jsonl", '{"messages": []}', "a.jsonl:1: no messages: found []"),
+        ("a.jsonl", '{"messages": "red"}', "a.jsonl:1: messages: not JSON"),
+        ("a.jsonl", '{"messages": [5]}', "a.jsonl:1: messages is not a list of objects: found [5]"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}', "a.jsonl:1: message 1: content is no string: found None"),
+        ("a.jsonl", '{"messages": [{"body": "a"}]}', "a.jsonl:1: message 1: no role (from) in body"),
+        ("a.jsonl", '{"messages": [{"role": "bot", "content": "a"}]}', "message 1: unknown role: 'bot'"),
+        ("a.jsonl", '{"messages": [{"role": ["user"], "content": "a"}]}', "unknown role: ['user']"),
+        ("a.jsonl", '{"conversations": [{"from": "bot", "value": "a"}]}', "unknown role: 'bot'"),
         (
             "a.jsonl",
             '{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}',
-            "tool_calls is not supported",
+            "tool_calls is not a list of",
         ),
-        ("a.json", '{"text": "a"}\n{"text": "b"}', "must hold a list of objects"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a", "train": "no"}]}',
+            "train of a kind that is not read",
+        ),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a", "weight": 3}]}',
+            "weight of a kind that is not read",
+        ),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "tools": {"name": "f"}}', "tools is not a list of objects"),
+        (
+            "a.jsonl",
+            '{"instruction": "a", "output": "b", "history": [["x"]]}',
+            "not a list of [question, answer] pairs",
+        ),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', "a.json:1: expected [ or [], found '{"),
         ("a.json", '[{"text": "a"},\n{"text": }]', "a.json:2: not JSON"),
-        ("a.json", '[{"text": "a"}\n{"text": "b"}]', "a.json:2: expected ',' or ']'"),
+        ("a.json", '[{"text": "a"}\n{"text": "b"}]', "a.json:2: expected , or ]"),
         ("a.json", '[{"text": "a"},', "a.json:1: not JSON"),
-        ("a.json", '[{"text": "a"}] x', "a.json:1: text after the end"),
+        ("a.json", '[{"text": "a"}', "a.json:1: expected , or ], found 'the end'"),
+        ("a.json", '[{"text": "a"}] x', "a.json:1: expected the end, found 'x'"),
+        ("a.csv", "text,id\na,1\nb\n", "a.csv:3: wrong number of fields: 1, but the header names 2 columns"),
+        ("a.csv", 'text\na\n"b\nc', "a.csv:3: not CSV (unexpected end of data)"),
+        ("a.csv", "text,text\na,b\n", "a.csv:1: two columns have one name"),
+        ("a.parquet", "PAR1", "a.parquet:1: cannot be read"),
+        ("a.jsonl.gz", "red", "a.jsonl.gz:1: cannot be read"),
+        ("a.jsonl.zst", "red", "a.jsonl.zst:1: cannot be read"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(write, name, content, expected):
@@ -141,9 +187,9 @@ def test_what_is_wrong_is_said_with_its_place(write, name, content, expected):
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"columns": {"q": "human"}}, "q is 'human'"),
-        ({"columns": {"q": "user"}}, "needs a user and an assistant"),
-        ({"columns": {"q": "text", "a": "assistant"}}, "stand alone"),
+        ({"columns": {"q": "human"}}, "gives q as human, but what is needed"),
+        ({"columns": {"q": "user"}}, "gives q as user, but"),
+        ({"columns": {"q": "text", "a": "assistant"}}, "gives q as text, a as assistant, but"),
         ({"columns": {"q": "text"}, "system": "s"}, "data.system is set"),
         ({"columns": {"q": "text"}, "loss_on": "last"}, "loss_on is last"),
     ],
@@ -156,8 +202,8 @@ def test_settings_that_cannot_be_honoured(write, keys, expected):
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
         read_rows(tmp_path / "none.jsonl", section())
-    with pytest.raises(DataError, match="is a folder"):
-        list(read_lines(tmp_path))
+    with pytest.raises(DataError, match=r"holds no data of the split 'train'; there is none"):
+        read_rows(tmp_path, section())
 
 
 ROW = '{"question": "red", "answer": "blue"}'
@@ -173,8 +219,8 @@ ROW = '{"question": "red", "answer": "blue"}'
         ("a.jsonl", '{"text": "red", "x": ' + "1" * 5000 + "}", "4300 digits"),
         ("a.json", '[{"text": "red", "x": ' + "1" * 5000 + "}]", "4300 digits"),
         ("a.jsonl", '{"text": "red", "\\ud800": 1}', "half a surrogate pair"),
-        ("a.json", f"[{ROW},]", "not JSON (Expecting value at column 40)"),
-        ("a.jsonl", f"{ROW}\r{ROW}", "not JSON (Extra data at column 39)"),
+        ("a.json", f"[{ROW},]", "not JSON (Expecting value): found ',]'"),
+        ("a.jsonl", f"{ROW}\r{ROW}", "not JSON (Extra data)"),
         ("a.txt", "red\0blue", "a NUL byte"),
     ],
 )

@@ -25,7 +25,6 @@ LAYERS: dict[str, tuple[int, str]] = {
     "model": (1, ""),
     "data": (1, ""),
     "train.loss": (1, ""),
-    "train.recompute": (1, ""),
     "train.precision": (1, ""),
     "report.page": (1, ""),
     "infer.model_folder": (1, ""),

@@ -95,7 +95,7 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
 
 def _step_to_resume(run: Path, step: int | None) -> int:
     """The step of the run's newest (or the given) checkpoint, verified and not the last."""
-    from fullshard.checkpoint.verify import verify_checkpoint
+    from fullshard.checkpoint.format import verify_checkpoint
 
     number, folder = newest_checkpoint(require_run(run), step)
     verify_checkpoint(folder)

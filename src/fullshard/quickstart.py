@@ -21,7 +21,7 @@ from rich.text import Text
 
 import fullshard
 from fullshard.errors import ConfigError, UserError
-from fullshard.run_folder import write_json
+from fullshard.run_folder import free_run, write_json
 
 if TYPE_CHECKING:
     from fullshard.evaluate import EvalResult
@@ -63,18 +63,13 @@ class QuickstartResult:
                     "correct_before": self.base[language].num_correct,
                     "correct_after": tuned.num_correct,
                     "answers": [
-                        {
-                            "question": after.prompt,
-                            "base": before.answer,
-                            "tuned": after.answer,
-                            "expected": after.expected,
-                        }
-                        for before, after in zip(self.base[language].answers, tuned.answers, strict=True)
+                        {"question": a.prompt, "base": b.answer, "tuned": a.answer, "expected": a.expected}
+                        for b, a in zip(self.base[language].answers, tuned.answers, strict=True)
                     ],
                 }
                 for language, tuned in self.tuned.items()
             },
-        }
+        }  # fmt: skip
 
     def to_lines(self) -> list[str]:
         """Held-out loss and exact match before and after, one line a language."""
@@ -146,12 +141,7 @@ def run_quickstart(
 
 def free_run_folder(parent: Path) -> Path:
     """The first of parent/quickstart, parent/quickstart-2, ... of which neither folder nor recipe exists."""
-    number = 1
-    while True:
-        folder = parent / ("quickstart" if number == 1 else f"quickstart-{number}")
-        if not folder.exists() and not recipe_path(folder).exists():
-            return folder
-        number += 1
+    return free_run(parent, "quickstart", lambda run: run.exists() or recipe_path(run).exists())
 
 
 def recipe_path(run: Path) -> Path:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard.config import DataSection, RunConfig, config_from_dict
+from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.sources import Row, Source, read_source
 from fullshard.errors import ConfigError, PlanError
+from fullshard.run_folder import free_run
 
 if TYPE_CHECKING:
     from fullshard.planning.plan import Plan
@@ -79,10 +81,9 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> Le
     by_size = sorted(range(len(rows)), key=lambda number: -len(rows[number].content))[:LONGEST_ROWS]
     spread = np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows))).astype(int).tolist()
 
-    def count(number: int) -> int:
-        return max(len(part.ids) for part in renderer.row(rows[number]))
-
-    measured = {number: count(number) for number in {*by_size, *spread}}
+    numbers = sorted({*by_size, *spread})
+    rendered = BatchRenderer(renderer).render(rows[number] for number in numbers)
+    measured = {n: max(len(part.ids) for part in parts) for n, (_, parts) in zip(numbers, rendered, strict=True)}
     longest = max(measured.values())
     rounded = max(ROUNDING, math.ceil(longest / ROUNDING) * ROUNDING)
     max_length = min(rounded, positions) if positions else rounded
@@ -140,16 +141,12 @@ def _values(model: str | Path, data: Path, source: Source, lengths: Lengths) -> 
     if lengths.over_limit:
         section["too_long"] = "drop"
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
-    return {"model": {"path": str(model)}, "data": section, "train": train, "output": str(_free_run(data.stem))}
-
-
-def _free_run(stem: str) -> Path:
-    """A run folder that does not exist yet."""
-    run = Path("runs") / stem
-    number = 2
-    while run.exists():
-        run, number = Path("runs") / f"{stem}-{number}", number + 1
-    return run
+    return {
+        "model": {"path": str(model)},
+        "data": section,
+        "train": train,
+        "output": str(free_run(Path("runs"), data.stem)),
+    }
 
 
 def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: str, plan: Plan | None) -> str:

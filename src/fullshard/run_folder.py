@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -122,6 +124,12 @@ def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
             return number, path
     steps = ", ".join(str(number) for number, _ in found)
     raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these steps.")
+
+
+def free_run(parent: Path, stem: str, taken: Callable[[Path], bool] = Path.exists) -> Path:
+    """The first of parent/stem, parent/stem-2, ... that is not ``taken``."""
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(parent / name for name in names if not taken(parent / name))
 
 
 def require_run(run: Path) -> Path:

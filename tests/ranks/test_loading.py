@@ -34,8 +34,12 @@ def load_everything(ranks, path, method, compute):
     from fullshard.train.setup import build_sharded
 
     built = build_sharded(recipe(path, method), ranks, precision_of(compute), False)
-    names = [shard.name for shard in built.sharded.shards()]
-    full = {name: built.sharded.full_tensor(name).clone() for name in names}
+    full = {}
+    for shard in built.sharded.shards():
+        whole = torch.zeros(shard.full_shape).reshape(-1)
+        if built.sharded.replicas(shard.name) == 1 or ranks.is_first:
+            whole[shard.start : shard.stop] = shard.value
+        full[shard.name] = ranks.sum(whole).reshape(shard.full_shape).to(shard.value.dtype)
     buffers = {name.removeprefix("causal_lm."): buffer.clone() for name, buffer in built.loss_model.named_buffers()}
     ids, labels = batch()
     share = slice(ranks.rank, None, ranks.num_ranks)

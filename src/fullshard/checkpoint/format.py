@@ -123,6 +123,19 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def verify_checkpoint(folder: Path) -> Manifest:
+    """Read the manifest and hash every file. CheckpointError names the first bad one."""
+    manifest = read_manifest(folder)
+    for name, facts in manifest.files.items():
+        found = hash_file(folder / name)
+        if found != facts["blake2b"]:
+            raise CheckpointError(
+                f"{folder / name} is damaged: its hash is {found}, the manifest says {facts['blake2b']}.",
+                "Use another step: fullshard resume RUN --step N",
+            )
+    return manifest
+
+
 def check_cover(stored: StoredTensor) -> None:
     """Raise CheckpointError unless the pieces cover [0, number of elements) exactly once."""
     position = 0

@@ -24,11 +24,6 @@ class Batch:
     lengths: list[list[int]]  # of each sequence's documents, its pads counted as one more, so that they sum to S
     rows: tuple[int, ...]  # row ids in order; empty for a fill batch
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on ``device``."""
-        names = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
-        return Batch(**{name: getattr(self, name).to(device) for name in names}, lengths=self.lengths, rows=self.rows)
-
 
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
     """The batch of these sequences (lists of row ids), padded on the right with ``pad_id``.

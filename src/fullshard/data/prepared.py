@@ -108,26 +108,6 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     return result
 
 
-def prepare_file(
-    paths: str | Path | list[str], data: DataSection, tokenizer: Any, folder: Path, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Prepare one file (or several) as the split ``folder.name`` into ``folder``; return its accounting and report.
-
-    Open it with ``open_prepared(folder.parent, folder.name)``. Replaces what an earlier call left there.
-    """
-    folder = Path(folder)
-    source = read_source(paths, data)
-    if folder.exists() and any(folder.iterdir()) and not (folder / META).is_file():
-        raise DataError(f"{folder} exists and holds something else than prepared data.", "Choose another folder.")
-    temporary = _fresh(folder.with_name(f".{folder.name}.{os.getpid()}.tmp"))
-    try:
-        result = write_split(source, data, tokenizer, temporary, folder.name, None, progress)
-        publish_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return result
-
-
 def preview(folder: Path, split: str, tokenizer: Any, count: int) -> list[str]:
     """The first ``count`` rows as text, with the supervised parts between ⟦ and ⟧."""
     data = open_prepared(folder, split)

@@ -72,10 +72,8 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
                 "Is this the base that the run was trained on?",
             )
         if shape != expected:
-            raise MergeError(
-                f"{name} has shape {shape}; rank {rank} on this base needs {expected}.",
-                "Is this the base that the run was trained on?",
-            )
+            message = f"{name} has shape {shape}; rank {rank} on this base needs {expected}."
+            raise MergeError(message, "Is this the base that the run was trained on?")
     absent = [name for name in names.adapter_shapes if name not in checkpoint.weights]
     if absent:
         module = absent[0].partition(".lora_")[0]

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.format import hash_file
-from fullshard.checkpoint.verify import verify_checkpoint
+from fullshard.checkpoint.format import hash_file, verify_checkpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
 from fullshard.infer.model_folder import MERGE_FACTS
 from fullshard.merge.adapter import AdapterSet, read_adapters
 from fullshard.merge.names import ModelNames
 from fullshard.merge.outputs import ExactWeights, plan_outputs
-from fullshard.merge.proof import Proof, prove
+from fullshard.merge.proof import Comparison, Proof, prove
 from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, OutputTensor, write_weights
@@ -51,11 +50,7 @@ class MergeResult:
     step: int
     line: str
     lines: tuple[str, ...]
-    max_difference: float  # logits, stored weights against training state
-    relative_difference: float  # max_difference / range of the training state's logits
-    same_top: int  # positions with the same most likely token, of num_positions
-    num_positions: int
-    mean_kl: float  # nats a position
+    proof: Comparison  # of the stored weights with the training state
     seconds: float
 
     def to_text(self) -> str:
@@ -140,11 +135,7 @@ def merge_run(
         step=step,
         line=proof.stored.line,
         lines=tuple(lines),
-        max_difference=proof.stored.max_difference,
-        relative_difference=proof.stored.relative,
-        same_top=proof.stored.same_top,
-        num_positions=proof.stored.num_positions,
-        mean_kl=proof.stored.mean_kl,
+        proof=proof.stored,
         seconds=time.monotonic() - started,
     )
 
@@ -203,10 +194,8 @@ def _check_output(output: Path, base: Path, overwrite: bool) -> None:
     if not overwrite:
         raise MergeError(f"{output} exists already.", "Replace it with --overwrite, or choose another with --output.")
     if not (output / MERGE_FACTS).is_file():
-        raise MergeError(
-            f"{output} was not made by a merge ({MERGE_FACTS} is missing), so it is not replaced.",
-            "Choose another folder with --output.",
-        )
+        message = f"{output} was not made by a merge ({MERGE_FACTS} is missing), so it is not replaced."
+        raise MergeError(message, "Choose another folder with --output.")
 
 
 @contextmanager

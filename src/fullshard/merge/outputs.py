@@ -94,18 +94,14 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
         if names.canonical.get(name) != name or stored.shape != names.shapes[name]:
             known = name in names.shapes
             expected = f"it has shape {names.shapes[name]} there" if known else "it has no such parameter"
-            raise MergeError(
-                f"{name} {stored.shape} of the checkpoint does not fit the base model: {expected}.",
-                "Is this the base that the run was trained on?",
-            )
+            message = f"{name} {stored.shape} of the checkpoint does not fit the base model: {expected}."
+            raise MergeError(message, "Is this the base that the run was trained on?")
     absent = [
         name for name in dict.fromkeys(names.canonical.values()) if name not in trained and name not in names.frozen
     ]
     if is_full and absent:
-        raise MergeError(
-            f"The checkpoint of a full fine-tuning lacks {absent[0]} ({len(absent)} of the model's parameters).",
-            "Use another step.",
-        )
+        message = f"The checkpoint of a full fine-tuning lacks {absent[0]} ({len(absent)} of the model's parameters)."
+        raise MergeError(message, "Use another step.")
     return set(trained)
 
 

@@ -128,15 +128,11 @@ def prove(
         _put_exact_values(model, rounded, names, exact)
         unrounded = compare_logits(reference, _logits(model, tokens))
     if not is_close(unrounded, low_precision=compute != "fp32"):
-        raise MergeError(
-            f"The merged model is not the training state. {unrounded.line}.",
-            "The base model may have changed since training; nothing was published.",
-        )
+        message = f"The merged model is not the training state. {unrounded.line}."
+        raise MergeError(message, "The base model may have changed since training; nothing was published.")
     if rounded and not is_close(stored, low_precision=True):
-        raise MergeError(
-            f"Rounding the weights for storage changes the answers too much. {stored.line}.",
-            "Merge in full precision: fullshard merge RUN --dtype fp32",
-        )
+        message = f"Rounding the weights for storage changes the answers too much. {stored.line}."
+        raise MergeError(message, "Merge in full precision: fullshard merge RUN --dtype fp32")
     return Proof(stored, unrounded, ignored)
 
 

@@ -115,13 +115,6 @@ def write_card(base: Path, folder: Path, facts: dict[str, str]) -> None:
 - Licence: {licence}
 - Made by fullshard {_version()}: {method}, step {facts["step"]}, stored as {facts["dtype"]}
 - {facts["proof"][0].upper()}{facts["proof"][1:]}, merged model against training state
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
-```
 """
     (folder / "README.md").write_text(text, encoding="utf-8")
 

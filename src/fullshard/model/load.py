@@ -57,10 +57,8 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     if missing == [SINGLE]:
         others = sorted(path.name for path in folder.glob("*.bin"))
         found = f" It has {others[0]}, which this version does not read." if others else ""
-        raise ModelError(
-            f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}",
-            "Use a folder with safetensors weights.",
-        )
+        message = f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}"
+        raise ModelError(message, "Use a folder with safetensors weights.")
     if missing:
         raise ModelError(
             f"{folder} is incomplete: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}.",
@@ -200,10 +198,8 @@ def load_buffers(model: nn.Module, weights: WeightMap) -> int:
         if weights.has(base_name(name)):
             buffer.copy_(weights.read(base_name(name)).view(buffer.shape))
         if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-            raise ModelError(
-                f"Buffer {name} is neither in the weight files nor made by the model's own initialisation.",
-                "This family cannot be loaded sharded yet.",
-            )
+            message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
+            raise ModelError(message, "This family cannot be loaded sharded yet.")
     return len(buffers)
 
 
@@ -221,8 +217,6 @@ def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn
         )
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
-        raise ModelError(
-            f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors).",
-            "Are config.json and the weights of one model? Compare model_type and the sizes.",
-        )
+        message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
+        raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
     return model.eval(), load_tokenizer(folder)

@@ -230,10 +230,8 @@ class WeightMap:
         if name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]:
             return
         if found != expected:
-            raise ModelError(
-                f"{name}: config.json means {expected}, the file holds {found}.",
-                f"The config.json and the weights of {self._where} do not belong together.",
-            )
+            message = f"{name}: config.json means {expected}, the file holds {found}."
+            raise ModelError(message, f"The config.json and the weights of {self._where} do not belong together.")
 
     def _read_grown(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A range of a vocabulary tensor: old rows from the file, new ones the mean of the old."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import yaml
 
 from fullshard.errors import PlanError
 
@@ -37,39 +38,15 @@ class Accelerator:
         return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend")
 
 
-# More special names come first: ("a100",) also fits the 40 GB card.
-ACCELERATORS = (
-    Accelerator(("gb300",), int(276.6 * GIB), 2500e12, 0.73, 900e9),
-    Accelerator(("gb200",), int(184.3 * GIB), 2500e12, 0.73, 900e9),
-    Accelerator(("b200",), int(178.35 * GIB), 2250e12, 0.78, 900e9),
-    Accelerator(("h200",), int(139.7 * GIB), 989e12, 0.80, 450e9),
-    Accelerator(("h20",), int(95.0 * GIB), 148e12, 0.80, 450e9),  # usable not seen: 96 GB sold, as the 96 GB H100
-    Accelerator(("h100", "pcie"), int(79.1 * GIB), 756e12, 0.80, 63e9),
-    Accelerator(("h100", "nvl"), int(92.0 * GIB), 835e12, 0.80, 63e9),
-    Accelerator(("h100",), int(79.18 * GIB), 989e12, 0.80, 450e9),
-    Accelerator(("a100", "40gb"), int(39.4 * GIB), 312e12, 0.87, 300e9),
-    Accelerator(("a100", "pcie"), int(79.2 * GIB), 312e12, 0.81, 31e9),
-    Accelerator(("a100",), int(79.14 * GIB), 312e12, 0.87, 300e9),
-    # A800: A100 with NVLink cut from 600 to 400 GB/s, both ways together (tweakers.net/nieuws/203182, after Reuters);
-    # usable GiB as in the messages of github.com/hahnyuan/PB-LLM/issues/3 and MoonshotAI/Kimi-VL/issues/51.
-    Accelerator(("a800", "pcie"), int(79.33 * GIB), 312e12, 0.81, 31e9),
-    Accelerator(("a800",), int(79.33 * GIB), 312e12, 0.87, 200e9),
-    Accelerator(("l40s",), int(44.5 * GIB), 362e12, 0.80, 31e9),
-    Accelerator(("a6000",), int(47.4 * GIB), 154.85e12, 0.80, 31e9),
-    Accelerator(("rtx", "5090"), int(31.37 * GIB), 209.5e12, 0.80, 63e9),
-    Accelerator(("rtx", "4090"), int(23.64 * GIB), 165.2e12, 0.80, 31e9),
-    Accelerator(("rtx", "3090"), int(23.7 * GIB), 71e12, 0.80, 31e9),
-    Accelerator(("a10g",), int(22.0 * GIB), 70e12, 0.80, 31e9),
-    Accelerator(("l4",), int(22.0 * GIB), 121e12, 0.50, 31e9),  # 72 W: sustained rate far below the peak
-    Accelerator(("v100",), int(31.74 * GIB), 0.0, 0.0, 150e9),
-    Accelerator(("t4",), int(14.7 * GIB), 0.0, 0.0, 16e9),
-    Accelerator(("mi300x",), int(191.98 * GIB), 1307e12, 0.51, 448e9),
-    Accelerator(("ascend910b1",), int(60.96 * GIB), 373.9e12, 0.75, 196e9),
-    Accelerator(("ascend910b2",), int(60.96 * GIB), 353.9e12, 0.75, 196e9),
-    Accelerator(("ascend910b3",), int(60.96 * GIB), 294.9e12, 0.75, 196e9),
-    Accelerator(("ascend910b4",), int(29.5 * GIB), 245.8e12, 0.75, 196e9),  # usable not seen
-    Accelerator(("ascend910", "9392"), int(61.27 * GIB), 353.9e12, 0.75, 196e9),
-)
+def _read_table() -> tuple[Accelerator, ...]:
+    table = yaml.safe_load(Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8"))
+    return tuple(
+        Accelerator(tuple(words.split()), int(usable * GIB), float(flops), reachable, float(link))
+        for words, (usable, flops, reachable, link) in table.items()
+    )
+
+
+ACCELERATORS = _read_table()
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:

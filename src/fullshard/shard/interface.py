@@ -42,17 +42,11 @@ class ShardedModel(Protocol):
     def after_step(self) -> None:
         """After the optimizer changed the shards, or after a forward without gradients: back to rest."""
 
-    def full_tensor(self, name: str) -> torch.Tensor:
-        """The whole parameter, a collective call (tests and samples)."""
-
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Groups for a torch optimizer: ``params`` as (name, tensor) pairs and ``decay`` (bool), stable over a run."""
 
     def replicas(self, name: str) -> int:
         """On how many ranks an element of this parameter lives: 1 where sharded, all where replicated."""
-
-    def reset(self) -> None:
-        """Back to a clean state after an exception inside a step: gathered weights freed, gradients dropped."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

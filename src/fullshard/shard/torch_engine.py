@@ -88,13 +88,6 @@ class TorchShardedModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def full_tensor(self, name: str) -> torch.Tensor:
-        """The whole parameter, detached, on this rank's device; a collective call."""
-        self.after_step()
-        parameter = dict(self._named_parameters())[name]
-        whole = parameter if name in self._replicated else parameter.full_tensor()
-        return whole.detach()
-
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Matrices (decay) and vectors (no decay) of the trainable parameters, as (name, tensor) pairs.
 
@@ -111,15 +104,6 @@ class TorchShardedModel:
     def replicas(self, name: str) -> int:
         """1 where sharded, the number of ranks where replicated."""
         return self._num_ranks if name in self._replicated else 1
-
-    def reset(self) -> None:
-        """Drop gradients and free gathered weights after an exception inside a step."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
-                module.reset_iter_state()
-        self.after_step()
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():

@@ -33,7 +33,7 @@ from fullshard.train.optimizer import (
     require_finite,
     set_step_count,
 )
-from fullshard.train.precision import describe, precision_of
+from fullshard.train.precision import precision_of
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, build_sharded, check_loss_path, check_packing
 
 RESULT = "result.json"
@@ -121,8 +121,7 @@ class Trainer:
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         log.say(
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
-            f"({config.method}); {describe(self.precision, config.method)};"
-            f" {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
+            f"({config.method}); {self.precision_name}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
 
         for line in self.built.report:

@@ -38,12 +38,6 @@ def set_storage(model: nn.Module, precision: Precision) -> None:
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
 
-def describe(precision: Precision, method: str) -> str:
-    """One line for the log."""
-    frozen = f", frozen base {NAMES[precision.frozen]}" if method == "lora" else ""
-    return f"fp32 masters{frozen}, compute {NAMES[precision.compute]}, reduce {NAMES[precision.reduce]}"
-
-
 def storage_table(rows: list[tuple[str, str, torch.dtype, torch.dtype, bool]], precision: Precision) -> list[str]:
     """Lines for the log: per group of parameters the dtypes in the files, at rest, in compute and in reduction.
 

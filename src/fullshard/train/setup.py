@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.config import RunConfig
-from fullshard.errors import ConfigError, ModelError, TrainError
+from fullshard.errors import Blame, ConfigError, ModelError, TrainError
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units, is_tied
@@ -19,7 +19,6 @@ from fullshard.ranks import Ranks
 from fullshard.shard import ShardedModel, shard_model
 from fullshard.train.loss import LossModel
 from fullshard.train.precision import Precision, set_storage, storage_table
-from fullshard.train.recompute import set_recompute
 
 LOSS_CHECK_TOKENS = 64
 LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of the largest logit; bf16 keeps 8 bits
@@ -56,7 +55,9 @@ def build_sharded(
     if config.method == "lora":
         add_adapters(causal_lm, config.lora, trains_vocabulary=bool(new_ids))
     magnitudes = {place.module: place for place in adapter_places(causal_lm) if place.has_magnitude}
-    set_recompute(causal_lm, recompute)
+    if recompute:
+        with Blame(ConfigError, "This model cannot recompute activations", "Set train.recompute=off"):
+            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     set_storage(causal_lm, precision)
     num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
     num_trainable = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)

@@ -13,7 +13,7 @@ from fullshard.config import RunConfig, config_from_dict
 from fullshard.data.batches import make_batch
 from fullshard.data.chat import load_tokenizer
 from fullshard.data.pack import lay_out, windows
-from fullshard.data.prepared import open_prepared, prepare, prepare_file, preview
+from fullshard.data.prepared import open_prepared, prepare, preview
 from fullshard.errors import DataError
 
 SHORT = ("red blue", "green")
@@ -176,18 +176,6 @@ def test_a_known_preparation_is_kept_and_a_changed_one_replaced(k1_folder, ho1, 
     with pytest.raises(DataError, match="holds something else"):
         prepare(recipe(k1_folder, ho1), foreign)
     assert (foreign / "notes.txt").read_text() == "mine"
-
-
-def test_one_file_and_progress(k1_folder, ho1, tmp_path):
-    seen = []
-    config = recipe(k1_folder, ho1, too_long="drop")
-    tokenizer = load_tokenizer(k1_folder)
-    result = prepare_file(ho1, config.data, tokenizer, tmp_path / "held" / "eval", lambda *step: seen.append(step))
-    assert seen == [("eval", i, 4) for i in (1, 2, 3, 4)]
-    assert open_prepared(tmp_path / "held", "eval").hash == result["hash"]
-    assert result["used"] == 3
-    with pytest.raises(DataError, match="no prepared train rows"):
-        open_prepared(tmp_path / "held", "train")
 
 
 def test_ids_outside_the_embedding_are_refused(tmp_path, ho1):

@@ -37,7 +37,7 @@ def test_full_weights_equal_the_training_state(tmp_path, family, tied):
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, weights[name]), name
     assert stored_tensors(result.folder).keys() == stored_tensors(base).keys()
-    assert result.max_difference < 1e-5 and result.same_top == 16 and result.step == 3
+    assert result.proof.max_difference < 1e-5 and result.proof.same_top == 16 and result.step == 3
     assert result.line.startswith("proof: largest logit difference") and "16 of 16 positions" in result.line
     assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == tied
 
@@ -99,9 +99,9 @@ def test_bf16_base_is_rounded_once(tmp_path, method, tied):
         difference = (value.float() - weights[name].to(torch.bfloat16).float()).abs()
         assert (difference > 0).float().mean() <= (0 if method == "full" else 0.01), name
     assert json.loads((result.folder / "config.json").read_text())["dtype"] == "bfloat16"
-    assert result.max_difference > 1e-6  # rounding shows
+    assert result.proof.max_difference > 1e-6  # rounding shows
     whole = merge_run(tmp_path / "run", tmp_path / "fp32", dtype="fp32")
-    assert whole.max_difference < 1e-5 < result.max_difference
+    assert whole.proof.max_difference < 1e-5 < result.proof.max_difference
     assert {value.dtype for value in stored_tensors(whole.folder).values()} == {torch.float32}
     assert json.loads((whole.folder / "config.json").read_text())["dtype"] == "float32"
 
@@ -180,7 +180,7 @@ def test_bf16_training_is_held_to_the_looser_bound(tmp_path, base):
         checkpoint, _ = full_run(run, base, scale=0.0, precision=precision)
         save_file({"tokens": proof_tokens(), "logits": noisy}, checkpoint / PROOF)
         rehash(checkpoint)
-    assert merge_run(tmp_path / "bf16").relative_difference > 1e-3
+    assert merge_run(tmp_path / "bf16").proof.relative > 1e-3
     with pytest.raises(MergeError, match="not the training state"):
         merge_run(tmp_path / "fp32")
 

@@ -128,7 +128,7 @@ def test_model_card_and_record(tmp_path, base):
     record = json.loads((result.folder / "merge.json").read_text())
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert record["checkpoint_blake2b"] == {name: facts["blake2b"] for name, facts in manifest["files"].items()}
-    assert record["proof"]["max_difference"] == result.max_difference
+    assert record["proof"]["max_difference"] == result.proof.max_difference
     assert (record["step"], record["adapters"], record["adapters_moved"]) == (3, 4, 4)
     assert record["settings"] == {"system": "red"}
     assert record["base_blake2b"].keys() == record["output_blake2b"].keys() == {"model.safetensors"}

@@ -70,6 +70,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ROUTERS_LEFT_OUT = ("llama4_text",)  # their routers return tuples, so all-linear leaves them out
 # Tested at each change; the others in the slow tier.
 CORE = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "olmo2", "granite",
-    "cohere", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "gpt_oss",
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "olmo2",
+    "granite", "cohere", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "gpt_oss",
 )  # fmt: skip

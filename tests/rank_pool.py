@@ -1,7 +1,7 @@
 """One resident pool of gloo ranks per world size: starting ranks costs seconds, so all multi-rank tests share them.
 
-``pool(2).run(function, *arguments)`` calls a module-level function on every rank with a ``Ranks`` first, and returns the
-results in rank order. An exception on any rank is raised here with its traceback.
+``pool(2).run(function, *arguments)`` calls a module-level function on every rank with a ``Ranks`` first, and returns
+the results in rank order. An exception on any rank is raised here with its traceback.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if torch.accelerator.is_available():
 dist.init_process_group(dist.get_default_backend_for_device(device))
 warnings.filterwarnings("ignore", message=".*returned a view tensor")  # about writing into logits; we only read them
 say = print if rank == 0 else lambda text: None
-B, T, STEPS, LEARNING_RATE = 4, 32, 12, 0.01
+B, T, STEPS, LEARNING_RATE = 4, 32, 8, 0.01
 folder = sys.argv[1] if len(sys.argv) > 1 else None
 
 # The data: this file's own text. The small model reads bytes; a model folder brings its tokenizer.

@@ -95,13 +95,13 @@ if not folder:
     train(model, base_N, BASE_STEPS, 0.003)
 
 model.requires_grad_(False)
-probe_BT = new_N[: B * T].view(B, T).to(device)
+probe_1T = new_N[None, :T].to(device)
 with torch.no_grad():
-    base_logits_BTV = model(probe_BT).logits
+    base_logits_1TV = model(probe_1T).logits
 blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 num_layers = replace_linears(blocks, lambda m: LoraLinear(m) if type(m) is nn.Linear else None)
 with torch.no_grad():
-    assert torch.equal(model(probe_BT).logits, base_logits_BTV)  # B is zero: nothing has changed yet
+    assert torch.equal(model(probe_1T).logits, base_logits_1TV)  # B is zero: nothing has changed yet
 trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
 say(f"{num_layers} layers get an adapter of rank {R}: {trained:,} of {total:,} parameters are trained")
 say(f"  gradients and Adam's moments, FP32: {12 * trained:,} bytes; for full training {12 * (total - trained):,}")
@@ -111,11 +111,11 @@ train(model, new_N, STEPS, 0.02)
 assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
 
 with torch.no_grad():
-    adapted_logits_BTV = model(probe_BT).logits
+    adapted_logits_1TV = model(probe_1T).logits
     replace_linears(blocks, lambda m: m.folded() if isinstance(m, LoraLinear) else None)
-    folded_logits_BTV = model(probe_BT).logits
-moved = (adapted_logits_BTV - base_logits_BTV).abs().max().item()
-difference = (folded_logits_BTV - adapted_logits_BTV).abs().max().item()
+    folded_logits_1TV = model(probe_1T).logits
+moved = (adapted_logits_1TV - base_logits_1TV).abs().max().item()
+difference = (folded_logits_1TV - adapted_logits_1TV).abs().max().item()
 assert difference < moved / 1000, (difference, moved)
 say(f"the adapter moved the logits by up to {moved:.3f}; folded into the base they differ by {difference:.1e} at most")
 say(f"parameters now: {sum(p.numel() for p in model.parameters()):,}, those of the base")

@@ -1,7 +1,7 @@
 """fullshard: fine-tune transformer language models with fully sharded data parallelism.
 
-The Python API is the same that the command line calls. Every name is imported on first use, so that ``import fullshard``
-costs nothing and loads neither torch nor transformers.
+The Python API is the same that the command line calls. Every name is imported on first use, so that ``import
+fullshard`` costs nothing and loads neither torch nor transformers.
 """
 
 from __future__ import annotations

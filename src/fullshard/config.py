@@ -110,7 +110,7 @@ class LoraSection(Section):
         """Starts from the base's singular vectors or from data would make ranks disagree or need the whole weight."""
         if str(value).lower() in OTHER_LORA_STARTS:
             raise ValueError(
-                f"{value} is refused: it starts from a decomposition of whole weights or from data, which a sharded load"
+                f"{value} is refused: it starts from whole weights taken apart or from data, which a sharded load"
                 " does not have; lora, rslora and dora fit (A uniform, B zero, from train.seed)"
             )
         return value
@@ -154,7 +154,7 @@ class TrainSection(Section):
     keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
     router_loss: bool = Field(
         default=False,
-        description="Mixtures of experts: add the family's router loss. It depends on how rows are split over micro-batches.",
+        description="Mixtures of experts: add the family's router loss. It depends on how rows are split.",
     )
     seed: int = Field(default=0, ge=0, le=2**62, description="Seeds the row order, the adapter's start and dropout.")
 

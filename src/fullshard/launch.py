@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
 
-The launcher prepares everything that can fail cheaply (folder, data, plan) before any rank exists. Ranks then need nothing
-but the run folder and the standard environment variables. The first failure ends all ranks.
+The launcher prepares everything that can fail cheaply (folder, data, plan) before any rank exists. Ranks then need
+nothing but the run folder and the standard environment variables. The first failure ends all ranks.
 
 Under torchrun there may be several nodes. Every rank writes its part of a checkpoint into the run folder, so all nodes
 must share it. So the data too is prepared once, in there, by rank 0, without a file lock (not all network file systems
@@ -63,9 +63,9 @@ def train_run(
 ) -> Any:
     """Train a recipe (a path or a RunConfig) and return its TrainResult.
 
-    ``ranks``: processes to start; default every accelerator, else 2 on a CPU with 2 or more cores. Under torchrun the ranks
-    that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run folder that
-    exists is never written to.
+    ``ranks``: processes to start; default every accelerator, else 2 on a CPU with 2 or more cores. Under torchrun the
+    ranks that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run
+    folder that exists is never written to.
     """
     if _started_by_launcher():
         _check_world_size(ranks)
@@ -235,7 +235,7 @@ def speaks() -> bool:
 
 
 def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> Any:
-    """Start the ranks through torch's elastic launcher and wait; returns the TrainResult or raises the first failure."""
+    """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -268,7 +268,7 @@ def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> 
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
-    """The cause of a failed launch: a problem that a rank named, else a rank ended by a signal, else the first exception.
+    """Why a launch failed: a problem that a rank named, else a rank ended by a signal, else the first exception.
 
     A rank that lost its peer raises too, a moment later; the elastic launcher ends the others by SIGTERM.
     """

@@ -64,7 +64,7 @@ def claim_run(run: Path) -> IO[str]:
 
 
 def publish_folder(unfinished: Path, final: Path) -> None:
-    """Give a finished folder its name; an older one is set aside first and deleted last. The rename outlives a crash."""
+    """Give a finished folder its name; an older one is set aside first, deleted last. The rename outlives a crash."""
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
         os.replace(final, old)

@@ -33,7 +33,8 @@ def words(tmp_path_factory):
 
 
 def train_and_merge(folder, words, method, **settings):
-    """Two steps on two ranks of the model in ``folder``/model; returns losses, the oracle's, merged model, reference."""
+    """Two steps on two ranks of the model in ``folder``/model; returns losses, the oracle's, merged model,
+    reference."""
     from transformers import AutoModelForCausalLM
 
     run = folder / "run"
@@ -60,7 +61,8 @@ def test_trains_merges_and_answers_like_the_oracle(tmp_path, words, family, meth
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", BY_TIER)
 def test_one_bf16_step(tmp_path, words, family, method):
-    """The default on accelerators: the loss is the fp32 oracle's within bf16's digits, on more ranks than some have rows."""
+    """The default on accelerators: the loss is the fp32 oracle's within bf16's digits, on more ranks than some have
+    rows."""
     make_tokenizer(make_model(tmp_path / "model", family))
     run = tmp_path / "run"
     values = make_run(run, words, method, max_steps=1, **SGD).model_dump(exclude_unset=True)
@@ -84,7 +86,8 @@ def test_lora_variants(tmp_path, words, family, variant):
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("phi", False), ("mixtral", False)])
 def test_added_tokens_grow_the_vocabulary_and_are_learnt(tmp_path, family, tied, method):
-    """Two new words: the oracle resizes by transformers, starts them as the mean, trains embedding and head with LoRA."""
+    """Two new words: the oracle resizes by transformers, starts them as the mean, trains embedding and head with
+    LoRA."""
     make_tokenizer(make_model(tmp_path / "model", family, tied=tied))
     settings = {"path": str(tmp_path / "model"), "add_tokens": ["<|tool|>", "comet"]}
     losses, expected, merged, reference = train_and_merge(tmp_path, tmp_path / "model", method, model=settings)
@@ -180,7 +183,7 @@ def test_tied_weights_that_differ_in_the_files_are_refused(tmp_path):
         path / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(ModelError, match="ties .*, but the files hold different values"):
+    with pytest.raises(ModelError, match=r"ties .*, but the files hold different values"):
         WeightMap(build_on_meta(path), WeightFiles(path), str(path))
 
 
@@ -189,7 +192,7 @@ def test_a_missing_expert_is_an_incomplete_folder(tmp_path):
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match="is incomplete: .*experts.gate_up_proj"):
+    with pytest.raises(ModelError, match=r"is incomplete: .*experts.gate_up_proj"):
         WeightMap(build_on_meta(path), WeightFiles(path), str(path))
 
 

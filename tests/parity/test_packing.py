@@ -69,7 +69,8 @@ def test_one_document_equals_the_familys_own_attention_and_its_gradients(tmp_pat
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_packed_gradients_equal_the_separate_ones(tmp_path, family):
-    """HO-4: 5 + 6 = 11 targets in both forms; summed loss and gradients equal; nothing predicts B's first token from A."""
+    """HO-4: 5 + 6 = 11 targets in both forms; summed loss and gradients equal; nothing predicts B's first token from
+    A."""
     path = make_model(tmp_path, family)
     labels = [shifted(row) for row in ROWS]
     assert sum(int((label != -100).sum()) for label in labels) == 11

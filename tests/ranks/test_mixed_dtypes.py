@@ -55,7 +55,8 @@ def one_bf16_step(ranks, path: str):
 
 
 def test_mixed_dtypes_with_lora(tmp_path):
-    """HO-7: adapters stay fp32 and move; the base stays bit for bit and has no gradient; the table says what shards are."""
+    """HO-7: adapters stay fp32 and move; the base stays bit for bit and has no gradient; the table says what shards
+    are."""
     path = make_tokenizer(make_model(tmp_path / "base"))
     tensors = load_file(path / "model.safetensors")
     tensors = {name: value if "norm" in name else value.bfloat16() for name, value in tensors.items()}

@@ -33,8 +33,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of ``step``; a collective call. Returns its folder, published whole.
 
-    ``moments``: (parameter name, moment) -> local flat tensor laid out like the shard. ``facts``: method, base_model and
-    trainer of the manifest. ``proof``: tokens and logits of the training state (rank 0's are written).
+    ``moments``: (parameter name, moment) -> local flat tensor laid out like the shard. ``facts``: method, base_model
+    and trainer of the manifest. ``proof``: tokens and logits of the training state (rank 0's are written).
     """
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")

@@ -1,13 +1,13 @@
-"""Many rows to tokens at once: the same ids and masks as ``Renderer``, without rendering and masking each row by itself.
+"""Many rows to tokens at once: ids and masks as of ``Renderer``, without rendering and masking each row by itself.
 
-A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these roles
-are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such row, as
-distances to a content's borders, and tokens come from one call of the tokenizer for the whole batch.
+A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
+roles are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such
+row, as distances to a content's borders, and tokens come from one call of the tokenizer for the whole batch.
 
-A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a string
-that the template or the special tokens know, or the message has more than role and content. And the fast way is checked
-against the slow one on the first rows of each sequence of roles and on every 200th after them; it is given up for a
-sequence of roles at the first difference.
+A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a
+string that the template or the special tokens know, or the message has more than role and content. And the fast way is
+checked against the slow one on the first rows of each sequence of roles and on every 200th after them; it is given up
+for a sequence of roles at the first difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from fullshard.data.chat import Rendered, Renderer
@@ -122,7 +122,7 @@ class BatchRenderer:
         return True
 
     def _learn(self, row: Row) -> _Pattern | None:
-        """The pattern of this row's roles, from place-holders and from this row done the slow way; None if there is none."""
+        """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
         assert row.messages is not None
         empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
         try:
@@ -146,7 +146,7 @@ class BatchRenderer:
             *(i for i in range(1, len(slow.ids)) if slow.supervised[i] != slow.supervised[i - 1]),
             len(slow.ids),
         ]
-        for start, stop in zip(borders, borders[1:], strict=False):
+        for start, stop in pairwise(borders):
             if start < stop and slow.supervised[start]:
                 first, last = encoded.offsets[start][0], encoded.offsets[stop - 1][1]
                 after = bisect_left(anchors, first)

@@ -1,7 +1,7 @@
 """Fold LoRA adapters into their base weights: W + scale * B A, in fp32, a block of rows at a time.
 
-Shapes as in model/adapters.py. DoRA's result is m * V / |V| with V = W + scale * B A and |V| the norm of what each output
-reads. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank).
+Shapes as in model/adapters.py. DoRA's result is m * V / |V| with V = W + scale * B A and |V| the norm of what each
+output reads. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
         shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
         if expected is None:
             raise MergeError(
-                f"{name} does not fit the base model with the checkpoint's adapter settings: no such adapter tensor there.",
+                f"{name} does not fit the base model: with the checkpoint's settings it has no such adapter tensor.",
                 "Is this the base that the run was trained on?",
             )
         if shape != expected:

@@ -21,7 +21,8 @@ class ModelNames:
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
         """Build the model of ``base/config.json``; ``adapter``: the settings that a LoRA checkpoint names.
 
-        ``new_ids``: tokens that the run added. Raises ModelError where transformers cannot build it or files do not fit.
+        ``new_ids``: tokens that the run added. Raises ModelError where transformers cannot build it or files do not
+        fit.
         """
         model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)

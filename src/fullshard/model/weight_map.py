@@ -1,9 +1,9 @@
 """Which tensors of a model folder make which parameter, and how parameters go back under the folder's names.
 
-For most families one file tensor is one parameter, perhaps under another name. For others transformers stacks, splits or
-renames on load (the experts of a mixture: ``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``). Both come from
-transformers' own conversion table (``get_model_conversion_mapping``), run here for one target at a time: read what it
-needs, convert, slice, drop. The same table reversed gives the export its original names.
+For most families one file tensor is one parameter, perhaps under another name. For others transformers stacks, splits
+or renames on load (the experts of a mixture: ``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``). Both come
+from transformers' own conversion table (``get_model_conversion_mapping``), run here for one target at a time: read what
+it needs, convert, slice, drop. The same table reversed gives the export its original names.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class WeightMap:
     def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The tensor under its original name, from the parameters that ``whole(name)`` gives in full shape.
 
-        For converted groups: transformers' reverse conversion. The last few groups are kept, so that a caller that walks
-        the files in order converts each group once.
+        For converted groups: transformers' reverse conversion. The last few groups are kept, so that a caller that
+        walks the files in order converts each group once.
         """
         group = self._groups[file_name]
         if group.target not in self._restored:
@@ -138,7 +138,7 @@ class WeightMap:
             self._find_outputs(group)
 
     def _find_outputs(self, group: _Group) -> None:
-        """Convert empty tensors of the files' shapes: which parameters come out, of which shapes, and do they go back?"""
+        """Convert empty tensors of the files' shapes: which parameters come out, and do they go back?"""
         if group.converter is None:
             group.outputs = [group.target]
             return
@@ -156,7 +156,7 @@ class WeightMap:
             raise ModelError(
                 f"{self._where}: {group.target} cannot be made from {group.sources[0][1]} and"
                 f" {len(group.sources) - 1} more, or not be written back: {error}",
-                "This family's weights are converted on load in a way that cannot be reversed; it cannot be trained here.",
+                "This family converts its weights on load in a way that cannot be reversed.",
             ) from None
         wrong = [name for _, name in group.sources if back[name].shape != empty[name].shape]
         if wrong:
@@ -219,7 +219,7 @@ class WeightMap:
             group = self._outputs[self._source_name(name)]
             if self.dtype(name) not in FLOATS:
                 raise ModelError(
-                    f"{self._where}: parameter {name} is stored as {self.dtype(name)}; {', '.join(FLOATS)} can be trained.",
+                    f"{self._where}: parameter {name} is stored as {self.dtype(name)}, none of {', '.join(FLOATS)}.",
                     "Take the model's bf16 or fp32 weights.",
                 )
             if group.converter is None:

@@ -77,8 +77,8 @@ class Plan:
     def to_summary(self) -> list[str]:
         """What ``train`` prints of it: steps, fit and time."""
         return [
-            f"plan: {self.num_steps:,} steps, {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank"
-            f" may use, {format_minutes(self.seconds_low, self.seconds_high)}"
+            f"plan: {self.num_steps:,} steps, {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a"
+            f" rank may use, {format_minutes(self.seconds_low, self.seconds_high)}"
         ]
 
     def to_text(self) -> str:

@@ -53,7 +53,7 @@ def shipped_config(path: str) -> Path | None:
 
 
 def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
-    """The model on the meta device, from its folder or from a shipped config, its vocabulary ``num_added`` tokens larger.
+    """The model on the meta device, from its folder or a shipped config, with ``num_added`` more tokens.
 
     ModelError where there is neither.
     """

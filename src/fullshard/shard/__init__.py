@@ -22,8 +22,8 @@ def shard_model(
 ) -> ShardedModel:
     """Shard ``model`` (on the meta device or real) in place, unit by unit; the rest of its parameters with the root.
 
-    ``units``: lists of modules gathered and freed together, innermost first. ``replicated``: trainable parameters that stay
-    whole on every rank (adapters); their gradients are summed by us. Storage dtypes must be set before.
+    ``units``: lists of modules gathered and freed together, innermost first. ``replicated``: trainable parameters that
+    stay whole on every rank (adapters); their gradients are summed by us. Storage dtypes must be set before.
     """
     match engine:
         case "torch":

@@ -1,7 +1,8 @@
 """What the rest of the product may know of a sharding engine.
 
 Whatever the engine, a rank's share of a parameter is one contiguous range [start, stop) of the flattened, row-major
-parameter. Gradients are *sums* over micro-batches and ranks: nobody divides. They are visible after the last micro-batch.
+parameter. Gradients are *sums* over micro-batches and ranks: nobody divides. They are visible after the last
+micro-batch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ShardedModel(Protocol):
         """Groups for a torch optimizer: ``params`` as (name, tensor) pairs and ``decay`` (bool), stable over a run."""
 
     def replicas(self, name: str) -> int:
-        """On how many ranks the same element of this parameter lives: 1 where sharded, the rank count where replicated."""
+        """On how many ranks an element of this parameter lives: 1 where sharded, all where replicated."""
 
     def reset(self) -> None:
         """Back to a clean state after an exception inside a step: gathered weights freed, gradients dropped."""

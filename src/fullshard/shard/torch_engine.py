@@ -1,7 +1,8 @@
 """The torch engine: PyTorch's ``fully_shard`` (FSDP2) behind our interface.
 
 Guards for what its defaults would do silently: gradients are summed and never divided (averages and pre-multiplied sums
-differ by backend); 0-d tensors and adapters stay out of it, replicated, and are summed by us in one flat all-reduce; the root is resharded after a forward without gradients.
+differ by backend); 0-d tensors and adapters stay out of it, replicated, and are summed by us in one flat all-reduce;
+the root is resharded after a forward without gradients.
 """
 
 from __future__ import annotations

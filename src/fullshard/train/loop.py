@@ -121,7 +121,8 @@ class Trainer:
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         log.say(
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
-            f"({config.method}); {describe(self.precision, config.method)}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
+            f"({config.method}); {describe(self.precision, config.method)};"
+            f" {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
 
         for line in self.built.report:
@@ -171,8 +172,8 @@ class Trainer:
     def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
         """One optimizer step over one window of whole documents.
 
-        Loss = sum of token losses / number of supervised tokens in the window over all ranks; that number is known before
-        the first micro-batch, so gradients only ever have to be summed.
+        Loss = sum of token losses / number of supervised tokens in the window over all ranks; that number is known
+        before the first micro-batch, so gradients only ever have to be summed.
         """
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
@@ -223,8 +224,8 @@ class Trainer:
         assert self.held_out is not None
         ranks = self.ranks
         loss = held_out_loss(
-            self.built.loss_model, self.held_out, self.micro_batch, self.pad_id, ranks.device, ranks.rank, ranks.num_ranks,
-            ranks.sum,
+            self.built.loss_model, self.held_out, self.micro_batch, self.pad_id, ranks.device, ranks.rank,
+            ranks.num_ranks, ranks.sum,
         )  # fmt: skip
         self.sharded.after_step()
         self.log.record("eval", step=step, loss=loss, rows=len(self.held_out))
@@ -262,7 +263,7 @@ class Trainer:
         self.last_eval = manifest.trainer.get("last_eval")
         if manifest.trainer["num_steps"] != len(self.steps):
             raise ConfigError(
-                f"The run was planned for {manifest.trainer['num_steps']} steps, the recipe now means {len(self.steps)}.",
+                f"The run was planned for {manifest.trainer['num_steps']} steps, the recipe means {len(self.steps)}.",
                 "Resume with the run's own recipe.",
             )
         if manifest.trainer["data_hash"] != self.data.hash:

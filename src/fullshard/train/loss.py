@@ -54,12 +54,13 @@ class LossModel(nn.Module):
     ) -> torch.Tensor:
         """Sum over supervised positions of the token losses (natural log, fp32 scalar).
 
-        ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS`` only
-        for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions under
-        causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``) the model's.
+        ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS``
+        only for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions
+        under causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``)
+        the model's.
         ``documents`` says where they lie, for models that attend by document.
-        ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the supervised
-        positions.
+        ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the
+        supervised positions.
         """
         arguments = {"input_ids": input_ids_BS, "use_cache": False}
         if position_ids_BS is not None:
@@ -85,8 +86,8 @@ class LossModel(nn.Module):
             return self._finish(head(hidden_BSH))
         hidden_NH, labels_N = select_supervised(hidden_BSH, labels_BS)
         chunks = list(zip(hidden_NH.split(self.chunk_rows), labels_N.split(self.chunk_rows), strict=True))
-        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the other
-        # chunks use its plain forward and are recomputed in backward, while its weights are still gathered.
+        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the
+        # other chunks use its plain forward and are recomputed in backward, while its weights are still gathered.
         loss = self._chunk_loss(head, *chunks[0])
         for hidden_CH, labels_C in chunks[1:]:
             loss = loss + checkpoint(self._chunk_loss, head.forward, hidden_CH, labels_C, use_reentrant=False)

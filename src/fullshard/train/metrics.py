@@ -13,7 +13,8 @@ LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal c
 
 
 class MetricsLog:
-    """Appends one JSON object a line to metrics.jsonl and keeps the progress bar. Silent on every rank but the first."""
+    """Appends one JSON object a line to metrics.jsonl and keeps the progress bar. Silent on every rank but the
+    first."""
 
     def __init__(self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool) -> None:
         self._console = Console(quiet=quiet or not active)
@@ -39,7 +40,8 @@ class MetricsLog:
         """Record a training step: step, loss, gradient_norm, learning_rate, tokens, tokens_per_second, memory_bytes."""
         self.record("train", **values)
         self._step_seconds += values["seconds"]
-        state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s  {values['memory_bytes'] / 1e9:.1f} GB"
+        state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
+        state += f"  {values['memory_bytes'] / 1e9:.1f} GB"
         if self._bar is not None:
             self._bar.update(self._task, completed=values["step"], state=state)
         elif self._active:

@@ -19,7 +19,8 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warm
     """Learning rate of step ``step`` (1-based) of ``num_steps``.
 
     ``warmup`` below 1 is a share of all steps (rounded up), else a number of steps: linear from peak / warmup to peak.
-    After it: constant; linear to peak / rest at the last step; cosine from peak at the first step after warm-up towards 0.
+    After it: constant; linear to peak / rest at the last step; cosine from peak at the first step after warm-up towards
+    0.
     """
     warmup_steps = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
     if step <= warmup_steps:
@@ -70,7 +71,8 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks) -> float:
-    """Global L2 norm of the trainable gradients, the same plain number on every rank; not finite if any element is not."""
+    """Global L2 norm of the trainable gradients, the same plain number on every rank; not finite if any element is
+    not."""
     squares = [
         shard.gradient.float().square().sum() / sharded.replicas(shard.name)
         for shard in shards

@@ -32,7 +32,8 @@ def precision_of(name: str) -> Precision:
 
 
 def set_storage(model: nn.Module, precision: Precision) -> None:
-    """Trainable parameters rest as fp32 masters, frozen ones in the compute dtype. On the meta device: costs nothing."""
+    """Trainable parameters rest as fp32 masters, frozen ones in the compute dtype. On the meta device: costs
+    nothing."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 

@@ -128,7 +128,8 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
 
 @torch.no_grad()
 def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision) -> str:
-    """Compare our head path with the model's own logits on at most 64 tokens; fall back to the model's own if they differ.
+    """Compare our head path with the model's own logits on at most 64 tokens; fall back to the model's own if they
+    differ.
 
     A collective call. Returns the line for the log.
     """

@@ -24,7 +24,7 @@ TEMPLATES = {
     ),
     "markers": K2_TEMPLATE.replace(CONTENT, "{% generation %}" + CONTENT + "{% endgeneration %}"),
 }
-TEXT = st.lists(st.sampled_from(WORDS[:12] + ["sun moon", "<|end|>", " "]), min_size=0, max_size=6).map(" ".join)
+TEXT = st.lists(st.sampled_from([*WORDS[:12], "sun moon", "<|end|>", " "]), min_size=0, max_size=6).map(" ".join)
 
 
 def one_by_one(renderer, rows):

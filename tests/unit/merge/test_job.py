@@ -43,7 +43,8 @@ def test_full_weights_equal_the_training_state(tmp_path, family, tied):
 
 
 def test_the_export_keeps_the_bases_names(tmp_path):
-    """gpt_neox's files say embed_out where the model says lm_head; mixtral's have a tensor an expert, the model a stack."""
+    """gpt_neox's files say embed_out where the model says lm_head; mixtral's have a tensor an expert, the model a
+    stack."""
     for family, name in (
         ("gpt_neox", "embed_out.weight"),
         ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight"),

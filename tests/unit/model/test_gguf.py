@@ -3,39 +3,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fullshard.errors import ModelError
 from fullshard.model import gguf
-
-
-def test_unpermute_undoes_llama_cpp_order():
-    heads, size, width = 3, 8, 5
-    weight = np.arange(heads * size * width, dtype=np.float32).reshape(heads * size, width)
-    permuted = weight.reshape(heads, 2, size // 2, width).swapaxes(1, 2).reshape(weight.shape)  # llama.cpp's permute
-    assert not np.array_equal(permuted, weight)
-    np.testing.assert_array_equal(gguf.unpermute_rotary(permuted, heads), weight)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-        ("output.weight", "lm_head.weight"),
-        ("blk.12.attn_k.weight", "model.layers.12.self_attn.k_proj.weight"),
-        ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-    ],
-)
-def test_names(name, expected):
-    assert gguf.hugging_face_name(name) == expected
-
-
-@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "rope_freqs.weight", "blk.0.ffn_gate_exps.weight"])
-def test_unknown_tensor_is_refused(name):
-    with pytest.raises(ModelError, match=name):
-        gguf.hugging_face_name(name)
 
 
 def test_missing_package_names_the_command(monkeypatch, tmp_path):
@@ -86,7 +57,11 @@ def test_folder_is_complete_and_alone(model_folder):
     assert [path.name for path in model_folder.parent.iterdir()] == [model_folder.name]
     assert gguf.ensure_default_model(folder=model_folder) == model_folder
     stop = json.loads((model_folder / "generation_config.json").read_text())
-    assert stop == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert {key: stop[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
 
 
 def test_weights_are_tied_bf16(model_folder):
@@ -97,7 +72,8 @@ def test_weights_are_tied_bf16(model_folder):
         assert len(names) == 272 and "lm_head.weight" not in names
         assert file.get_slice("model.embed_tokens.weight").get_shape() == [49152, 576]
         assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
-    assert json.loads((model_folder / "config.json").read_text())["tie_word_embeddings"] is True
+    config = json.loads((model_folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is True and "quantization_config" not in config
 
 
 def test_tokenizer(model_folder):

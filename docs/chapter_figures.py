@@ -127,10 +127,8 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     """A straight arrow, level or upright."""
     along_x, along_y = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
     back_x, back_y = x2 - 8 * along_x, y2 - 8 * along_y
-    wing = (
-        f"{back_x - 4 * along_y:.1f},{back_y - 4 * along_x:.1f} {back_x + 4 * along_y:.1f},{back_y + 4 * along_x:.1f}"
-    )
-    return line(x1, y1, back_x, back_y) + f'<polygon points="{x2:.1f},{y2:.1f} {wing}"/>'
+    wings = " ".join(f"{back_x + side * along_y:.1f},{back_y + side * along_x:.1f}" for side in (-4, 4))
+    return line(x1, y1, back_x, back_y) + f'<polygon points="{x2:.1f},{y2:.1f} {wings}"/>'
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, text: str, size: int = 13) -> str:
@@ -180,7 +178,7 @@ def mixed_figure(words: dict) -> str:
 
 def unit_figure(words: dict) -> str:
     """Gather, compute, free, gather again, compute, reduce-scatter of one unit, and what it holds meanwhile."""
-    network, compute, top, bottom, share = 50.0, 92.0, 150.0, 250.0, 18.0
+    network, compute, bottom, share = 50.0, 92.0, 250.0, 18.0
     moments = {"gather": (80, 170), "forward": (170, 290), "again": (410, 500), "backward": (500, 640)}
     parts = [label(68, y, words[name], "end") for name, y in (("network", 71), ("compute", 113), ("held", 206))]
     for start, stop in (moments["gather"], moments["again"]):
@@ -196,10 +194,9 @@ def unit_figure(words: dict) -> str:
     stairs = [(80, share), (80, 76), (290, 76), (290, share), (410, share), (410, 76), (640, 76), (640, share)]
     path = " ".join(f"L{x:.0f},{bottom - size:.0f}" for x, size in [*stairs, (744, share)])
     parts.append(f'<path d="M80,{bottom:.0f} {path} L744,{bottom:.0f}Z" fill="{SKY}"/>')
-    parts.append(
-        f'<path d="M500,{bottom - 76:.0f} L640,{top:.0f} L744,{top:.0f} L744,{bottom - 36:.0f} L744,{bottom - share:.0f}'
-        f' L640,{bottom - share:.0f} L640,{bottom - 76:.0f}Z" fill="{ORANGE}"/>'
-    )
+    edge = [(500, 76), (640, 100), (744, 100), (744, share), (640, share), (640, 76)]
+    path = " L".join(f"{x:.0f},{bottom - size:.0f}" for x, size in edge)
+    parts.append(f'<path d="M{path}Z" fill="{ORANGE}"/>')
     parts += [
         line(80, bottom, 750, bottom),
         label(185, bottom - 40, words["whole"], "middle", 12),

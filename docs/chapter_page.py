@@ -1,13 +1,15 @@
 """Writes docs/chapter.md, docs/chapter.zh-CN.md and their figures from the templates and the stored outputs.
 
-``python docs/chapter_page.py`` fills the templates; ``python docs/chapter_page.py --run`` first runs every command of the
-pages, in a new folder, and stores what each prints in docs/chapter_outputs. The text is in docs/templates, where every
+``python docs/chapter_page.py`` fills the templates; ``python docs/chapter_page.py --run`` first runs every command of
+the pages, in a new folder, and stores what each prints in docs/chapter_outputs. The text is in docs/templates, where every
 {name} comes from here: a command, an excerpt of an output, or a number found in one. tests/product/test_chapter_page.py
 holds that the pages are as this script writes them and that the commands run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -102,6 +104,7 @@ NUMBERS = {
     "total": ("memory", r"= (\S+) GiB\Z"),
     "forward_gathers backward_gathers": ("fsdp_torch", r"ZeRO-3, .*; (\d+) all-gathers.*\n +(\d+) in backward"),
     "kept": ("fsdp_torch", r"ZeRO-2, .*\n.* between the two: (\S+) bytes"),
+    "freed": ("fsdp_torch", r"ZeRO-3, .*\n.* between the two: (\S+) bytes"),
     "saved_loss": ("fsdp_torch", r"with both: loss (\S+) and"),
     "held_ddp held_formula": ("fsdp_from_scratch", r"bfloat16, DDP.*\n  held (\S+) bytes; (.*) ="),
     "sent_ddp": ("fsdp_from_scratch", r"bfloat16, DDP.*\n.*\n  sent (\S+) bytes"),
@@ -151,8 +154,16 @@ def run_command(command: str, folder: Path) -> str:
     return done.stdout
 
 
+def script_hashes() -> dict[str, str]:
+    """SHA-256 of every script that the commands run; some of them train on their own text, so that every letter counts."""
+    found = {}
+    for path in re.findall(r"\S+\.py", " ".join(COMMANDS.values())):
+        found[path] = hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
+    return found
+
+
 def run_all() -> None:
-    """Run every command in its order and store the outputs."""
+    """Run every command in its order and store the outputs, and which scripts they come from."""
     OUTPUTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         folder = workplace(Path(place) / "fullshard")
@@ -160,6 +171,7 @@ def run_all() -> None:
             print(f"$ {command}", flush=True)
             text = "\n".join(line.rstrip() for line in run_command(command, folder).rstrip().splitlines())
             (OUTPUTS / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+    (OUTPUTS / "scripts.json").write_text(json.dumps(script_hashes(), indent=1) + "\n", encoding="utf-8")
 
 
 def stored_outputs() -> dict[str, str]:

@@ -18,9 +18,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-WORDS = (
-    "red blue green white black sun moon star sky sea tree leaf root sand wind rain snow fire cat dog bird fish".split()
-)
+WORD_TEXT = "red blue green white black sun moon star sky sea tree leaf root sand wind rain snow fire cat dog bird fish"
+WORDS = WORD_TEXT.split()
 MARKS = ["<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"

@@ -217,10 +217,9 @@ def buffer_figure(sizes: dict[str, int], words: dict) -> str:
     parts, x = [], left
     for (name, size), colour in zip(sizes.items(), colours, strict=True):
         room = size / total * width
+        parts.append(rectangle(x, 50, room, 34, colour))
         if room > 40:
-            parts.append(box(x, 50, room, 34, colour, name.removeprefix("self_attn."), 11))
-        else:
-            parts.append(rectangle(x, 50, room, 34, colour))
+            parts.append(label(x + 6, 71, name.removeprefix("self_attn."), size=11))
         x += room
     parts.append(label(left + width, 44, ", ".join(name for name in sizes if "norm" in name), "end", 11))
     for ranks, y in ((2, 112.0), (4, 156.0)):
@@ -229,7 +228,7 @@ def buffer_figure(sizes: dict[str, int], words: dict) -> str:
             x = left + width * rank / ranks
             parts.append(box(x + 1, y, width / ranks - 2, 32, GREY, words["rank"].format(rank=rank), 12))
             if rank:
-                parts.append(line(x, 46, x, y + 32, INK, "4 3"))
+                parts.append(line(x, 46, x, 90, INK, "4 3"))
     title = words["buffer_title"].format(count=len(sizes), size=f"{total:,}")
     return picture(204, title, parts)
 

@@ -61,7 +61,7 @@ def test_stored_outputs_come_from_the_scripts_as_they_are(script):
 
 def test_both_pages_have_the_same_outputs_and_numbers():
     assert blocks(PAGES[0], "text") == blocks(PAGES[1], "text")
-    first, second = (re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?%?", prose(page)) for page in PAGES)
+    first, second = (re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?%?", prose(page)) for page in PAGES)
     assert sorted(set(first)) == sorted(set(second))
     assert len(set(first)) > 40
 
@@ -76,7 +76,7 @@ def test_eight_sections_each_whole(page):
         assert "```text\n" in section and "![" in section
         assert re.search(r"```bash\n|`python examples/learn/", section)
         assert "**For your own" in section or "**换成自己的" in section
-        assert max(map(len, section.splitlines())) <= 130
+        assert len(section.splitlines()) <= 72
     anchors = re.findall(r"\]\(#([^)]+)\)", text)
     headings = re.findall(r"^## (.*)$", text, re.M)
     assert anchors == [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -138,13 +138,23 @@ def test_learn_commands_are_run_by_test_learn(script):
     assert shown == ran
 
 
+def run_twice_at_most(script, command: str, folder: Path) -> str:
+    """What it prints; raises where its exit code is not 0. Only doctor's 30 s for two ranks get a second chance."""
+    try:
+        return script.run_command(command, folder)
+    except RuntimeError as error:
+        if "no answer within" not in str(error):
+            raise
+        return script.run_command(command, folder)
+
+
 @pytest.mark.slow
 def test_every_other_command_runs(script, tmp_path):
     """In their order, in a new folder; what they print has everything that the pages show, and tuning has worked."""
     folder, outputs = script.workplace(tmp_path / "repository"), script.stored_outputs()
     for name, command in script.COMMANDS.items():
         if name not in script.LEARN:
-            outputs[name] = script.run_command(command, folder).rstrip()  # raises where the exit code is not 0
+            outputs[name] = run_twice_at_most(script, command, folder).rstrip()
     for output, first, stop in script.EXCERPTS.values():
         assert script.excerpt(outputs[output], first, stop)
     found = script.numbers_of(outputs)

@@ -186,7 +186,7 @@ def unit_figure(words: dict) -> str:
     parts += [
         box(174, network, 116, 32, GREY, words["next"], 11),
         box(504, network, 136, 32, GREY, words["next"], 11),
-        box(644, network, 100, 32, PINK, words["reduce"], 12),
+        box(642, network, 82, 32, PINK, words["reduce"], 11),
         box(170, compute, 120, 32, GREEN, words["forward"]),
         box(294, compute, 112, 32, GREY, words["others"], 12),
         box(500, compute, 140, 32, GREEN, words["backward"]),
@@ -194,7 +194,7 @@ def unit_figure(words: dict) -> str:
     stairs = [(80, share), (80, 76), (290, 76), (290, share), (410, share), (410, 76), (640, 76), (640, share)]
     path = " ".join(f"L{x:.0f},{bottom - size:.0f}" for x, size in [*stairs, (744, share)])
     parts.append(f'<path d="M80,{bottom:.0f} {path} L744,{bottom:.0f}Z" fill="{SKY}"/>')
-    edge = [(500, 76), (640, 100), (744, 100), (744, share), (640, share), (640, 76)]
+    edge = [(500, 76), (640, 100), (724, 100), (724, 36), (744, 36), (744, share), (640, share), (640, 76)]
     path = " L".join(f"{x:.0f},{bottom - size:.0f}" for x, size in edge)
     parts.append(f'<path d="M{path}Z" fill="{ORANGE}"/>')
     parts += [
@@ -203,8 +203,8 @@ def unit_figure(words: dict) -> str:
         label(350, bottom - 5, words["share"], "middle", 12),
         label(525, bottom - 40, words["whole"], "middle", 12),
         label(350, bottom - 24, f"{words['free']}", "middle", 12),
-        label(692, bottom - 55, words["whole"], "middle", 12),
-        label(692, bottom - 5, words["share"], "middle", 12),
+        label(682, bottom - 55, words["whole"], "middle", 12),
+        label(682, bottom - 5, words["share"], "middle", 12),
     ]
     colours = {"whole_weights": SKY, "whole_gradients": ORANGE}
     return picture(290, words["unit_title"], [*parts, *legend(276, colours, words)])

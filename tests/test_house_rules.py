@@ -52,7 +52,8 @@ LAYERS: dict[str, tuple[int, str]] = {
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools", "stuff"}
 RECIPE_KEY_LINES = """
     model.path model.source model.revision model.add_tokens
-    data.train data.eval data.max_length data.packing data.columns data.system data.loss_on data.too_long
+    data.train data.eval data.max_length data.packing data.columns data.system data.template_arguments data.loss_on
+    data.too_long
     method
     lora.rank lora.alpha lora.targets lora.variant
     train.epochs train.max_steps train.learning_rate train.global_batch train.micro_batch train.precision

@@ -68,6 +68,24 @@ Ranks = Annotated[
 Step = Annotated[
     int | None, typer.Option(min=1, help="Checkpoint of this step. Default: the newest.", show_default=False)
 ]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("write a JSON object")
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[str, Any] | None,
+    typer.Option(
+        parser=_json_object,
+        metavar="JSON",
+        help="Variables of the chat template: '{\"enable_thinking\": false}'. Default: those of the merged run.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -159,12 +177,13 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    template_arguments: TemplateArguments = None,
     debug: Debug = False,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-D or /exit ends it."""
     from fullshard.infer.chat import start_chat
 
-    start_chat(model, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
+    start_chat(model, system, max_new_tokens, temperature, template_arguments=template_arguments)
 
 
 @app.command("eval")
@@ -178,11 +197,14 @@ def evaluate(
         typer.Option(min=1, help="Longest answer in tokens. Default: the longest expected, and 8.", show_default=False),
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print the answers to this many rows.")] = 5,
+    template_arguments: TemplateArguments = None,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure a model on held-out rows: loss and exact match, next to the base model where --base names it."""
-    result = fullshard.evaluate_run(model, data, base=base, limit=limit, max_new_tokens=max_new_tokens)
+    result = fullshard.evaluate_run(
+        model, data, base, limit=limit, max_new_tokens=max_new_tokens, template_arguments=template_arguments
+    )
     if json_output:
         _print_json(result)
         return
@@ -257,6 +279,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 16,
+    template_arguments: TemplateArguments = None,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -269,6 +292,7 @@ def generate(
         seed=seed,
         batch_size=batch_size,
         system=system,
+        template_arguments=template_arguments,
     )
     if json_output:
         _print_json([{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)])

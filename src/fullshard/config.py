@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.types import JsonValue
 
 from fullshard.errors import ConfigError
 from fullshard.words import answer_word
@@ -84,6 +85,9 @@ class DataSection(Section):
         default=None, description="Which column plays which part: {question: user, answer: assistant} or {body: text}."
     )
     system: str | None = Field(default=None, description="System message for rows that have none.")
+    template_arguments: dict[str, JsonValue] | None = Field(
+        default=None, description="Variables of the chat template, kept for eval and answers: {enable_thinking: false}."
+    )
     loss_on: Literal["assistant", "last", "all"] = Field(
         default="assistant", description="Supervised tokens: every assistant turn, the last one only, or everything."
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.config import DataSection
-from fullshard.data.chat import Rendered, Renderer, choose_pad_id
+from fullshard.data.chat import Renderer, choose_pad_id
 from fullshard.data.sources import Row, read_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
@@ -37,7 +37,7 @@ class Answer:
     prompt: str
     expected: str
     answer: str
-    correct: bool  # equal after stripping white space at both ends
+    correct: bool  # equal without reasoning and without white space at both ends
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,19 @@ def evaluate_run(
     batch_size: int = 16,
     settings: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    template_arguments: dict[str, Any] | None = None,
 ) -> EvalResult:
     """Evaluate a model folder on a data file, and ``base`` on the same rows next to it.
 
     ``limit``: only the first rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``:
-    keys of the recipe's data section (columns, system, loss_on) that say how rows are read; default: those of the run
-    that the model was merged from, else none. Raises DataError where no row can be used, ModelError, ConfigError.
+    keys of the recipe's data section (columns, system, template_arguments, loss_on) that say how rows are read;
+    default: those of the run that the model was merged from, else none. Raises DataError where no row can be used,
+    ModelError, ConfigError. ``template_arguments`` go before those of the settings.
     """
     if settings is None:
-        settings = _run_settings(model)
+        settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
+    if template_arguments is not None:
+        settings = settings | {"template_arguments": template_arguments}
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
@@ -136,7 +140,7 @@ def _evaluate(
     progress: Progress | None,
     base: EvalResult | None,
 ) -> EvalResult:
-    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
+    answerer = load_for_inference(model, section.template_arguments)
     name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
     used, left_out = _render_rows(answerer, rows, section)
     say = progress or (lambda what, done, total: None)
@@ -163,19 +167,13 @@ def _evaluate(
     )
 
 
-def _run_settings(model: str | Path | Answerer) -> dict[str, Any]:
-    """How the run that a merged folder came from read its rows; empty for any other model."""
-    return {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
-
-
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
     """The rows as the training sees them, without those that are too long or have nothing to learn."""
     limit = answerer.max_positions or NO_LIMIT
     used, left_out = [], []
-    renderer = Renderer(answerer.tokenizer, section.loss_on)
+    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
     for row in rows:
-        rendered: list[Rendered] = renderer.chat(row.messages) if row.messages else [renderer.plain_text(row.text)]
-        for part in rendered:
+        for part in renderer.row(row):
             if len(part.ids) > limit:
                 left_out.append(f"{row.origin}: {len(part.ids)} tokens, the model has {limit} positions (loss)")
             elif not any(part.supervised[1:]):
@@ -190,18 +188,21 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
 def _answers(
     answerer: Answerer, rows: list[Row], max_new_tokens: int | None, batch_size: int, say: Progress
 ) -> tuple[list[Answer], list[str]]:
-    """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer."""
+    """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer.
+
+    A tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``.
+    """
     asked = [row for row in rows if row.messages and row.messages[-1]["role"] == "assistant"]
     asked = [row for row in asked if len(row.messages) > 1]
     if not asked or not answerer.has_template:
         return [], []
+    taught = {row.origin: answerer.renderer.answer(row.messages, row.tools) for row in asked}
     if max_new_tokens is None:
-        expected = [answerer.tokenizer(row.messages[-1]["content"])["input_ids"] for row in asked]
-        max_new_tokens = max(len(ids) for ids in expected) + SPARE_TOKENS
+        max_new_tokens = max(len(ids) for ids in taught.values()) + SPARE_TOKENS
     limit = answerer.max_positions or NO_LIMIT
     fitting, prompts, left_out = [], [], []
     for row in asked:
-        ids = prompt_tokens(answerer, row.messages[:-1])
+        ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         room = limit - len(ids)
         if room < max_new_tokens:
             left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {max_new_tokens} new ones (answer)")
@@ -217,6 +218,12 @@ def _answers(
     )
     answers = []
     for row, ids in zip(fitting, generated, strict=True):
-        expected, answer = row.messages[-1]["content"].strip(), decode(answerer, ids).strip()
-        answers.append(Answer(row.origin, row.messages[-2]["content"], expected, answer, answer == expected))
+        last, answer = row.messages[-1], decode(answerer, ids).strip()
+        expected = decode(answerer, taught[row.origin]) if last.get("tool_calls") else last["content"]
+        is_correct = _conclusion(answer) == _conclusion(expected)
+        answers.append(Answer(row.origin, row.messages[-2]["content"], expected.strip(), answer, is_correct))
     return answers, left_out
+
+
+def _conclusion(answer: str) -> str:
+    return answer.rpartition("</think>")[2].strip()

@@ -12,7 +12,7 @@ import numpy as np
 
 from fullshard.config import DataSection, RunConfig, config_from_dict
 from fullshard.data.sources import Row, Source, read_source
-from fullshard.errors import ConfigError, DataError, PlanError
+from fullshard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from fullshard.planning.plan import Plan
@@ -68,7 +68,7 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     folder = fetch_model(model, weights=is_local)
     source = read_source(str(data), DataSection(train=str(data)))
     positions = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
-    lengths = measure_lengths(source.rows, Renderer(load_tokenizer(folder), "assistant"), positions)
+    lengths = measure_lengths(source.rows, Renderer(load_tokenizer(folder)), positions)
     values = _values(folder if is_local else model, Path(data), source, lengths)
     method, why, plan = choose_method(values)
     return _write_out(values | {"method": method}, source, lengths, why, plan), path
@@ -80,12 +80,7 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> Le
     spread = np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows))).astype(int).tolist()
 
     def count(number: int) -> int:
-        row = rows[number]
-        try:
-            rendered = [renderer.plain_text(row.text or "")] if row.messages is None else renderer.chat(row.messages)
-        except DataError as error:
-            raise DataError(f"{row.origin}: {error.message}", error.hint) from None
-        return max(len(part.ids) for part in rendered)
+        return max(len(part.ids) for part in renderer.row(rows[number]))
 
     measured = {number: count(number) for number in {*by_size, *spread}}
     longest = max(measured.values())

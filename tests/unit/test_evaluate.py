@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.errors import DataError
-from fullshard.evaluate import evaluate_run
+from fullshard.evaluate import _conclusion, evaluate_run
 from fullshard.infer.generate import generate_text, load_for_inference
 
 QUESTIONS = ["red blue", "sun", "moon star sky", "one two three four five six"]
@@ -107,3 +107,8 @@ def test_rows_are_read_as_the_run_read_them(tmp_path, folders):
     by_hand = evaluate_run(merged, path, settings={"columns": settings["columns"]})
     assert by_record.rows == 1
     assert by_record.loss != pytest.approx(by_hand.loss, rel=1e-6)  # the system message is in the prompt
+
+
+def test_reasoning_is_not_compared():
+    assert _conclusion("<think>\n\n</think>\n\ngreen ") == _conclusion("<think>sun</think>green") == "green"
+    assert _conclusion(" green\n") == "green"

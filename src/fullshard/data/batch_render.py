@@ -81,30 +81,22 @@ class BatchRenderer:
         encodings = iter(coming.result())
         for row, known in zip(rows, prepared, strict=True):
             if known is None:
-                yield row, self._slow(row)
+                yield row, self._renderer.row(row)
                 continue
             pattern, _, anchors = known
             found = [_mask(pattern, next(encodings), anchors)]
             pattern.seen += 1
             if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
-                slow = self._slow(row)
+                slow = self._renderer.row(row)
                 if slow != found:
                     self._patterns[_roles(row)] = None
                     pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
                     found = slow
             yield row, found
 
-    def _slow(self, row: Row) -> list[Rendered]:
-        try:
-            if row.messages is None:
-                return [self._renderer.plain_text(row.text or "")]
-            return self._renderer.chat(row.messages)
-        except DataError as error:
-            raise DataError(f"{row.origin}: {error.message}", error.hint) from None
-
     def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
         """The row's pattern, text and anchors; None for the slow way."""
-        if row.messages is None or not self._is_plain(row):
+        if row.messages is None or row.tools or not self._is_plain(row):
             return None
         roles = _roles(row)
         if roles not in self._patterns:
@@ -126,8 +118,8 @@ class BatchRenderer:
         assert row.messages is not None
         empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
         try:
-            rest = self._renderer.text(empty, False)
-            (slow,) = self._slow(row)
+            rest = self._renderer.text(empty)
+            (slow,) = self._renderer.row(row)
         except (DataError, ValueError):  # the slow way will say what is wrong, or gives a row an answer
             return None
         literals = []
@@ -139,7 +131,7 @@ class BatchRenderer:
         pattern = _Pattern([*literals, rest])
         text, anchors = _fill(pattern, row)
         encoded = self._renderer.encode(text)
-        if text != self._renderer.text(row.messages, False) or encoded.ids != slow.ids:
+        if text != self._renderer.text(row.messages) or encoded.ids != slow.ids:
             return None
         borders = [
             0,

@@ -1,22 +1,33 @@
-"""From messages or text to token ids and the mask of supervised tokens, for any chat template.
+"""From messages or text to token ids and the mask of supervised tokens, for any chat template: the one place where ids
+are made, for training, evaluation and answers.
 
-The mask is found in three ways, in this order: the template's own ``{% generation %}`` markers; else growing prefixes
-(the prompt before an assistant turn, with the generation prompt, must begin the text that includes the turn, and that
-must begin the whole conversation); else, where a template rewrites earlier turns, one training row per assistant turn.
-A template that allows none of them is refused with the property that stands in the way.
+An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
+and including the turn. Where all turns begin the whole conversation it is one training row; where the template rewrites
+earlier turns, each turn is a row of its own. Inside a turn the template's ``{% generation %}`` markers decide what is
+supervised, where it has them. A template that allows none of this is refused with the property that stands in the way.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.data.sources import Row
 from fullshard.errors import Blame, DataError, ModelError
 from fullshard.run_folder import read_json
+
+Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
+RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
+PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
+READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # transformers passes it under all three
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_TEMPLATE_HINT = (
@@ -24,7 +35,7 @@ NO_TEMPLATE_HINT = (
     " data.columns: {body: text} in the recipe."
 )
 TEMPLATE_HINT = (
-    "Repair chat_template in the model folder, for example by putting {% generation %} markers around answers."
+    "Repair the folder's chat_template ({% generation %} around answers), or change data.template_arguments."
 )
 
 
@@ -47,8 +58,9 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn inside ``encoded`` (the conversation up to and including it): tokens [start, end)."""
+    """The assistant turn ``messages[place]`` in ``encoded`` (the text up to and including it): tokens [start, end)."""
 
+    place: int
     encoded: Encoded
     start: int
     end: int
@@ -105,218 +117,275 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
 
 def choose_pad_id(tokenizer: Any) -> int:
     """The id that fills batches: pad, else eos, else 0. Fills are masked by length, so any id of the table serves."""
-    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if number is not None:
-            return int(number)
-    return 0
+    return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
 
 
 def template_hash(tokenizer: Any) -> str | None:
-    """First 16 hex digits of the chat template's SHA-256; None without a template."""
+    """First 16 hex digits of the SHA-256 of the chat template, or of all where there are several; None without one."""
     if not tokenizer.chat_template:
         return None
-    return hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()[:16]
+    return hashlib.sha256(_template_text(tokenizer).encode()).hexdigest()[:16]
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]], loss_on: str) -> tuple[list[int], list[bool]]:
-    """Token ids and supervised mask of one conversation; DataError if the template needs several rows for it."""
-    rows = Renderer(tokenizer, loss_on).chat(messages)
-    if len(rows) > 1:
-        raise DataError("The chat template rewrites earlier turns; this conversation needs a row per answer.", "")
-    return rows[0].ids, rows[0].supervised
-
-
-def render_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation that waits for the assistant's answer (with the generation prompt)."""
-    renderer = Renderer(tokenizer, "assistant")
-    return renderer.encode(renderer.text(messages, True)).ids
+def _template_text(tokenizer: Any) -> str:
+    """The chat template; several (with and without tools) as one JSON text; empty without one."""
+    template = tokenizer.chat_template or ""
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
 class Renderer:
-    """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all"."""
+    """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all".
 
-    def __init__(self, tokenizer: Any, loss_on: str) -> None:
+    ``template_arguments``: variables of the chat template; DataError for one that it never reads.
+    """
+
+    def __init__(
+        self, tokenizer: Any, loss_on: str = "assistant", template_arguments: dict[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
-        self._encoded: tuple[str, Encoded] = ("", Encoded([], []))  # the last conversation: often asked for twice
+        self.arguments = dict(template_arguments or {})
+        self._template = _template_text(tokenizer)
+        self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
+        self._tools: list[Any] | None = None  # of the conversation at hand
+        self._whole: tuple[list[Message], str, Encoded] = ([], "", Encoded([], []))  # the last one: asked for twice
+        self._frame: tuple[str, str] | None = None
         added = tokenizer.added_tokens_decoder
-        self.special_ids = set(tokenizer.all_special_ids) | {n for n, token in added.items() if token.special}
-        self.has_markers = bool(tokenizer.chat_template) and bool(
-            GENERATION_MARKER.search(tokenizer.get_chat_template())
-        )
+        unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+        special = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+        self.special_ids = special - unknown
+        self.added_ids = special.union(added) - unknown
 
-    def chat(self, messages: list[dict[str, str]]) -> list[Rendered]:
+    def row(self, row: Row) -> list[Rendered]:
+        """The training rows of a source row; a DataError names its file and line."""
+        try:
+            return [self.plain_text(row.text or "")] if row.messages is None else self.chat(row.messages, row.tools)
+        except DataError as error:
+            raise DataError(f"{row.origin}: {error.message}", error.hint) from None
+
+    def chat(self, messages: list[Message], tools: list[Any] | None = None) -> list[Rendered]:
         """The training rows of a conversation: one, or one per assistant turn where the template rewrites history.
 
-        A row without any supervised token is returned as such (the audit decides). Raises DataError for a template
-        with which no right mask can be made.
+        Messages with ``train: false`` are read and not learned. A row without any supervised token is returned as such
+        (the audit decides). Raises DataError for a template with which no right mask can be made.
         """
-        whole_text = self.text(messages, False)
-        whole = self.encode(whole_text)
-        self._encoded = (whole_text, whole)
+        learned = [message.get("train") is not False for message in messages]
+        if self.loss_on != "all" and any(
+            message.get("train") and message["role"] != "assistant" for message in messages
+        ):
+            raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")
+        messages = self._begin(messages, tools)
+        given = [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in messages)]
+        self._require_read(["tools", *given] if tools else given, "Take a model that knows it, or remove it.")
+        text = self._text(messages)
+        whole = self.encode(text)
+        self._whole = (messages, text, whole)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.loss_on == "all":
-            return [Rendered(whole.ids, [True] * len(whole.ids), self._stops_of_all(whole, messages, answers))]
-        if self.loss_on == "last":
-            answers = answers[-1:]
-        answers = [i for i in answers if messages[i]["content"].strip()]
-        if not answers:
-            return [Rendered(whole.ids, [False] * len(whole.ids), [])]
-        if self.has_markers:
-            return [self._marked(messages, answers)]
-        turns = [self._turn(messages, i) for i in answers]
-        if all(turn.encoded.ids[: turn.end] == whole.ids[: turn.end] for turn in turns):
-            return [_mark(whole, turns)]
-        return [_mark(turn.encoded, [turn]) for turn in turns]
+        answers = answers[-1:] if self.loss_on == "last" else answers
+        answers = [i for i in answers if learned[i] and _says_something(messages[i])]
+        everything = self.loss_on == "all"
+        turns = [self._turn(messages, i) for i in answers if i or not everything]
+        nested = [turn for turn in turns if turn.encoded.ids[: turn.end] == whole.ids[: turn.end]]
+        if everything:
+            stops = [turn.stop for turn in nested if turn.stop is not None]
+            return [Rendered(whole.ids, self._everything(text, whole, messages, learned), stops)]
+        if len(nested) == len(turns):
+            return [self._mark(whole, turns, messages)]
+        return [self._mark(turn.encoded, [turn], messages[: turn.place + 1]) for turn in turns]
+
+    def prompt(self, prompt: str | list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Token ids up to where the answer begins: of a conversation (with the generation prompt) or a plain text."""
+        if not isinstance(prompt, str):
+            return self.encode(self._text(self._begin(prompt, tools), True)).ids
+        ids, eos = self._text_ids(prompt), self.tokenizer.eos_token_id
+        is_added = ids[1:] and ids[-1] == eos and not prompt.rstrip().endswith(self.tokenizer.eos_token)
+        return ids[:-1] if is_added else ids
+
+    def answer(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Token ids of the last message, an assistant's, as training sees them, with the end-of-turn token."""
+        if not _says_something(messages[-1]):
+            return []
+        turn = self._turn(self._begin(messages, tools), len(messages) - 1)
+        return turn.encoded.ids[turn.start : turn.end]
 
     def plain_text(self, text: str) -> Rendered:
         """A text as the tokenizer begins it (with bos where it does so), eos at its end, everything supervised."""
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:  # the text begins with a written-out bos
-            ids = ids[1:]
+        ids, eos = self._text_ids(text), self.tokenizer.eos_token_id
         if eos is not None and ids[-1:] != [eos]:
             ids.append(eos)
         return Rendered(ids, [True] * len(ids), [len(ids) - 1] if eos is not None else [])
 
-    def text(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
-        """The conversation as the template writes it. Raises DataError with the template's own complaint."""
-        if not self.tokenizer.chat_template:
+    def _text_ids(self, text: str) -> list[int]:
+        ids, bos = list(self.tokenizer(text, verbose=False)["input_ids"]), self.tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids  # the text begins with a written-out bos
+
+    def _require_read(self, names: Iterable[str], hint: str) -> None:
+        """Raise DataError for what the template does not know: it would be dropped without a word."""
+        words = {name: READ_AS.get(name, re.escape(name)) for name in names}
+        unread = [name for name, word in words.items() if not re.search(rf"\b({word})\b", self._template)]
+        if unread:
+            raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
+
+    def _begin(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Take up a conversation; its messages as the template may see them."""
+        self._tools = tools or None
+        return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+
+    def text(self, messages: list[Message]) -> str:
+        """A whole conversation as the template writes it."""
+        return self._text(self._begin(messages, None))
+
+    def _text(self, messages: list[Message], generation_prompt: bool = False) -> str:
+        return self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt)
+
+    def _apply(self, messages: list[Message], **options: Any) -> Any:
+        """What the template makes of a conversation. Raises DataError with the template's own complaint."""
+        if not self._template:
             raise DataError("The model has no chat template, but the rows are conversations.", NO_TEMPLATE_HINT)
         if not messages:
             raise DataError("The conversation begins with the assistant.", "Put a user message first.")
-        roles = ", ".join(message["role"] for message in messages)
-        with Blame(DataError, f"The chat template refuses the roles {roles}", "Change the rows."):
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        roles = [message["role"] for message in messages]
+        hint = "Put the system text into the first user message." if "system" in roles else "Change the rows."
+        with Blame(DataError, f"The chat template refuses the roles {', '.join(roles)}", hint), _time_limit():
+            return self.tokenizer.apply_chat_template(messages, tools=self._tools, **self.arguments, **options)
 
     def encode(self, text: str) -> Encoded:
-        """Token ids of a rendered text; special tokens are in the text already, so none is added."""
-        if text == self._encoded[0]:
-            return self._encoded[1]
+        """Token ids of a rendered text. The template writes bos, or there is none: the tokenizer adds no token."""
+        if text == self._whole[1]:
+            return self._whole[2]
         if not self.tokenizer.is_fast:
-            raise DataError(
-                f"The tokenizer {type(self.tokenizer).__name__} cannot tell which characters a token covers.",
-                "Convert it to a tokenizer.json.",
-            )
+            name = type(self.tokenizer).__name__
+            raise DataError(f"{name} cannot tell which characters a token covers.", "Convert it to a tokenizer.json.")
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return Encoded(list(found["input_ids"]), list(found["offset_mapping"]))
+        ids, bos = list(found["input_ids"]), self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            raise DataError(f"The chat template writes {self.tokenizer.bos_token} twice.", TEMPLATE_HINT)
+        return Encoded(ids, list(found["offset_mapping"]))
 
-    def _turn(self, messages: list[dict[str, str]], place: int) -> Turn:
+    def _around(self, before: list[Message]) -> tuple[str, str]:
+        """What the template writes before an answer where it ignores the generation prompt (else ""), and behind it."""
+        if self._frame is None:
+            prompt, through = self._text(before, True), self._text([*before, {"role": "assistant", "content": PROBE}])
+            header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
+            if not found:
+                raise DataError("The chat template writes nothing of an assistant turn.", TEMPLATE_HINT)
+            is_ignored = header.strip() and prompt == self._text(before)
+            self._frame = (header.strip() if is_ignored else "", tail)
+        return self._frame
+
+    def _turn(self, messages: list[Message], place: int) -> Turn:
         """Where the assistant turn ``messages[place]`` lies, by growing prefixes."""
-        prompt = self.text(messages[:place], True)
-        through = self.text(messages[: place + 1], False)
-        if not through.startswith(prompt):
-            raise DataError(
-                "The chat template's generation prompt (add_generation_prompt) does not begin the rendered assistant"
-                f" turn: it ends in {prompt[-30:]!r}, the turn has {through[len(_common(prompt, through)) :][:30]!r}.",
-                TEMPLATE_HINT,
+        is_whole = messages is self._whole[0] and place + 1 == len(messages)
+        through = self._whole[1] if is_whole else self._text(messages[: place + 1])
+        prompt = self._text(messages[:place], True)
+        header, tail = self._around(messages[:place])
+        shared = _common(prompt, through)
+        if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
+            problem = (
+                f"The chat template ignores add_generation_prompt: the role header {header!r} would be trained on."
+                if header
+                else "The chat template's generation prompt (add_generation_prompt) does not begin the rendered"
+                f" assistant turn: it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
             )
+            raise DataError(problem, TEMPLATE_HINT)
         encoded = self.encode(through)
-        start = self._token_after(prompt, encoded)
-        content = messages[place]["content"].strip()
-        found = through.find(content, len(prompt))
-        header = through[len(prompt) : found].strip() if found >= 0 else ""
-        if (header or found < 0) and prompt == self.text(messages[:place], False):
-            shown = header or through[len(prompt) :][:30]
-            raise DataError(
-                f"The chat template ignores add_generation_prompt: the role header {shown!r} would be trained on.",
-                TEMPLATE_HINT,
-            )
-        stop = self._stop_after(encoded, start, found + len(content) if found >= 0 else None)
-        end = len(encoded.ids) if stop is None else stop + 1
-        while stop is None and end > start and not self._shown(encoded, through, end - 1):
+        ids, start = encoded.ids, self._token_after(shared, encoded)
+        stop = self._stop(encoded, start, len(through) - len(tail) if through.endswith(tail) else None)
+        end = len(ids) if stop is None else stop + 1
+        while stop is None and end > start and not self.tokenizer.decode(ids[end - 1]).strip():
             end -= 1  # whitespace that the template puts after the turn
-        if not any(encoded.ids[i] not in self.special_ids for i in range(start, end)):
+        words = set(ids[start:end]) - self.special_ids
+        shown = repr((messages[place].get("content") or "")[:30])
+        if not words:
+            raise DataError(f"The chat template writes nothing of an assistant turn ({shown}).", TEMPLATE_HINT)
+        if words == {self.tokenizer.unk_token_id}:
             raise DataError(
-                f"The chat template writes nothing of an assistant turn ({content[:30]!r}): the mask is empty.",
-                TEMPLATE_HINT,
+                f"The tokenizer knows no word of an assistant turn ({shown}): each is {self.tokenizer.unk_token}.",
+                "Take a model with a tokenizer for this language, or add the words: model.add_tokens.",
             )
-        return Turn(encoded, start, end, stop)
+        return Turn(place, encoded, start, end, stop)
 
     def _token_after(self, prompt: str, encoded: Encoded) -> int:
         """The first token of the turn: after the prompt's own tokens, or the first that begins past its characters."""
-        ids = self.encode(prompt).ids
-        if encoded.ids[: len(ids)] == ids:
-            return len(ids)
         later = (i for i, (start, end) in enumerate(encoded.offsets) if start >= len(prompt) and end > start)
-        return next(later, len(encoded.ids))
+        place = next(later, len(encoded.ids))
+        if place < len(encoded.ids) and encoded.offsets[place][0] == len(prompt):
+            return place  # one begins just there: the usual case, and the prompt need not be encoded
+        ids = self.encode(prompt).ids
+        return len(ids) if encoded.ids[: len(ids)] == ids else place
 
-    def _stop_after(self, encoded: Encoded, start: int, content_end: int | None) -> int | None:
-        """The first special token behind the content; where the content was rewritten, the last special token."""
-        special = [i for i in range(start, len(encoded.ids)) if encoded.ids[i] in self.special_ids]
-        if content_end is None:
-            return special[-1] if special else None
-        return next((i for i in special if encoded.offsets[i][0] >= content_end), None)
+    def _stop(self, encoded: Encoded, start: int, content_end: int | None) -> int | None:
+        """The first special (else added) token behind the content; the last one where that end is not known."""
+        places = [i for i in range(start, len(encoded.ids)) if encoded.ids[i] in self.added_ids]
+        if content_end is not None:
+            places = [i for i in places if encoded.offsets[i][1] > content_end]
+        places = [i for i in places if encoded.ids[i] in self.special_ids] or places
+        return places[-1 if content_end is None else 0] if places else None
 
-    def _shown(self, encoded: Encoded, text: str, place: int) -> bool:
-        start, end = encoded.offsets[place]
-        return encoded.ids[place] in self.special_ids or bool(text[start:end].strip())
+    def _has_markers(self) -> bool:
+        return bool(GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
 
-    def _marked(self, messages: list[dict[str, str]], answers: list[int]) -> Rendered:
-        """The row of a template with generation markers; end-of-turn tokens just behind a marker are added."""
-        found = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids = list(found["input_ids"])
-        supervised = [bool(value) for value in found["assistant_masks"]]
-        if self.loss_on == "last":
-            before = len(self.encode(self.text(messages[: answers[-1]], True)).ids)
-            supervised = [value and i >= before for i, value in enumerate(supervised)]
-        if not any(supervised[i] and ids[i] not in self.special_ids for i in range(len(ids))):
-            raise DataError(
-                "The chat template's {% generation %} markers mark nothing in a row with an answer.", TEMPLATE_HINT
-            )
-        end_ids = self._end_of_turn(messages[: answers[-1] + 1])
-        stops = []
-        ends = [i for i, value in enumerate(supervised) if value and not any(supervised[i + 1 : i + 2])]
-        for i in ends:
-            last = i  # the last token inside this marker
-            while last > 0 and supervised[last - 1] and not self.tokenizer.decode([ids[last]]).strip():
-                last -= 1
-            if ids[last] in self.special_ids:
-                supervised[last + 1 : i + 1] = [False] * (i - last)
-                stops.append(last)
-                continue
-            behind = i + 1
-            while behind < len(ids) and not self.tokenizer.decode([ids[behind]]).strip():
-                behind += 1
-            if behind < len(ids) and ids[behind] in end_ids:
-                supervised[i + 1 : behind + 1] = [True] * (behind - i)
-                stops.append(behind)
+    def _mark(self, encoded: Encoded, turns: list[Turn], messages: list[Message]) -> Rendered:
+        """``encoded`` (of ``messages``) with its turns supervised: whole, or as far as the template's markers say, and
+        the end-of-turn token where it stands just behind a marker."""
+        ids, marked = encoded.ids, [True] * len(encoded.ids)
+        if turns and self._has_markers():
+            found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            marked = [bool(value) for value in found["assistant_masks"]]
+        supervised, stops = [False] * len(ids), []
+        for turn in turns:
+            inside = [i for i in range(turn.start, turn.end) if marked[i]]
+            behind = range(inside[-1] + 1 if inside else turn.end, turn.end)
+            if inside and turn.stop is not None and not self.tokenizer.decode(ids[behind.start : turn.stop]).strip():
+                inside += behind
+                stops.append(turn.stop)
+            for i in inside:
+                supervised[i] = True
+        if turns and not any(value and ids[i] not in self.special_ids for i, value in enumerate(supervised)):
+            problem = "The chat template's {% generation %} markers mark nothing in a row with an answer."
+            raise DataError(problem, TEMPLATE_HINT)
         return Rendered(ids, supervised, stops)
 
-    def _end_of_turn(self, messages: list[dict[str, str]]) -> set[int]:
-        """The id behind the last marker of a conversation that ends with the assistant: no role can follow there."""
-        found = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, mask = list(found["input_ids"]), list(found["assistant_masks"])
-        last = max((i for i, value in enumerate(mask) if value), default=len(ids))
-        return set([i for i in ids[last + 1 :] if i in self.special_ids][:1])
-
-    def _stops_of_all(self, whole: Encoded, messages: list[dict[str, str]], answers: list[int]) -> list[int]:
-        """End-of-turn positions where everything is supervised; none where the template hides the turns."""
-        stops = []
-        for place in answers:
-            try:
-                turn = self._turn(messages, place)
-            except DataError:  # the mask does not need the turn here
-                continue
-            if turn.stop is not None and turn.encoded.ids[: turn.end] == whole.ids[: turn.end]:
-                stops.append(turn.stop)
-        return stops
+    def _everything(self, text: str, whole: Encoded, messages: list[Message], learned: list[bool]) -> list[bool]:
+        """All tokens supervised but those of messages with ``train: false``, header and end of turn included."""
+        supervised = [True] * len(whole.ids)
+        for place in [i for i, value in enumerate(learned) if not value]:
+            before, through = self._text(messages[:place]) if place else "", self._text(messages[: place + 1])
+            if not (text.startswith(through) and through.startswith(before)):
+                problem = "The chat template rewrites earlier turns: with loss_on all, train: false cannot be kept."
+                raise DataError(problem, "Set data.loss_on: assistant, or leave train out.")
+            start, end = self._token_after(before, whole), self._token_after(through, whole)
+            supervised[start:end] = [False] * (end - start)
+        return supervised
 
 
-def _mark(encoded: Encoded, turns: list[Turn]) -> Rendered:
-    supervised = [False] * len(encoded.ids)
-    for turn in turns:
-        supervised[turn.start : turn.end] = [True] * (turn.end - turn.start)
-    return Rendered(encoded.ids, supervised, [turn.stop for turn in turns if turn.stop is not None])
+def _says_something(message: Message) -> bool:
+    return any(
+        (message.get("content") or "").strip() or message.get(key) for key in ("tool_calls", "reasoning_content")
+    )
 
 
 def _common(first: str, second: str) -> str:
     """The common beginning of two strings."""
-    length = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    return first[:length]
+    if second.startswith(first):
+        return first
+    return first[: next(i for i, letter in enumerate(first) if second[i : i + 1] != letter)]
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """DataError after RENDER_SECONDS of processor time; no limit outside the main thread, where no signal arrives."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def refuse(number: int, frame: object) -> None:
+        raise DataError(f"The chat template does not end: stopped after {RENDER_SECONDS:g} s.", TEMPLATE_HINT)
+
+    before = signal.signal(signal.SIGVTALRM, refuse)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)

@@ -154,7 +154,7 @@ def write_split(
     """Render, audit and write one split; returns its accounting with ``hash``, ``max_token_id`` and ``report``."""
     book = audit.Audit(split, source.shape, data.max_length)
     arrays = _Arrays()
-    renderer = BatchRenderer(chat.Renderer(tokenizer, data.loss_on))
+    renderer = BatchRenderer(chat.Renderer(tokenizer, data.loss_on, data.template_arguments))
     too_long: list[tuple[int, str]] = []
     unsupervised: list[tuple[str, int, int | None]] = []
     for number, (row, training_rows) in enumerate(renderer.render(source.rows)):

@@ -34,6 +34,7 @@ class Row:
     origin: str
     messages: list[dict[str, str]] | None = None
     text: str | None = None
+    tools: list[Any] | None = None
 
     @property
     def content(self) -> str:

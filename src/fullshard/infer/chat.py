@@ -45,18 +45,20 @@ def start_chat(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    template_arguments: dict[str, Any] | None = None,
     reader: TextIO | None = None,
     writer: TextIO | None = None,
 ) -> int:
     """Talk until /exit or the end of input; returns the number of answers given.
 
     Each line is one user message. A model without a chat template completes each line by itself, without memory.
+    ``template_arguments``: variables of the chat template; default: those of the run that the model was merged from.
     ``reader`` and ``writer`` default to the terminal. Raises UserError only where the model cannot be loaded or the
     settings do not fit it.
     """
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False)
-    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
+    answerer = load_for_inference(model, template_arguments)
     if answerer.has_template:
         console.print(f"[dim]{HELP}[/dim]")
     else:

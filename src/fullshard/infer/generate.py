@@ -7,20 +7,22 @@ token may equal the stop token. Shapes: B prompts of a batch, S tokens of the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.data.chat import choose_pad_id, render_prompt
+from fullshard.data.chat import Message, Renderer, choose_pad_id
 from fullshard.device import select_device
 from fullshard.errors import ConfigError
-from fullshard.infer.model_folder import stop_ids, union_of_ids
+from fullshard.infer.model_folder import read_merge_facts, stop_ids, union_of_ids
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import load_plain
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[Message]
 """A user message (plain text where the model has no chat template), or a list of role/content messages."""
 
 
@@ -32,19 +34,33 @@ class Answerer:
     tokenizer: Any
     stop_ids: tuple[int, ...]  # ids that end an answer
     max_positions: int | None  # most tokens of prompt and answer together; None where the model has no limit
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
 
     @property
     def has_template(self) -> bool:
         """Whether prompts go through a chat template."""
         return bool(self.tokenizer.chat_template)
 
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Makes the ids of prompts, as training does."""
+        return Renderer(self.tokenizer, "all", self.template_arguments)
 
-def load_for_inference(path: str | Path) -> Answerer:
-    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole."""
-    folder = fetch_model(path)
+
+def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
+    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole.
+
+    ``template_arguments``: variables of the chat template; default: those of the run that the folder was merged from.
+    """
+    if isinstance(model, Answerer):
+        return model if template_arguments is None else replace(model, template_arguments=template_arguments)
+    folder = fetch_model(model)
     device = select_device(0)
-    model, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    return answerer_of(model.to(device), tokenizer, stop_ids(folder))
+    loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    answerer = answerer_of(loaded.to(device), tokenizer, stop_ids(folder))
+    if template_arguments is None:
+        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments")
+    return load_for_inference(answerer, template_arguments)
 
 
 def answerer_of(model: Any, tokenizer: Any, ids: Sequence[int] = ()) -> Answerer:
@@ -68,14 +84,16 @@ def generate_text(
     system: str | None = None,
     top_p: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
+    template_arguments: dict[str, Any] | None = None,
 ) -> list[str]:
     """The answers to ``prompts``, in their order, without special tokens.
 
     ``temperature`` 0 is greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by
     ``seed``. ``system`` is put before prompts that have no system message. ``progress``: called with (done, in all).
+    ``template_arguments``: variables of the chat template; default: those of the run that the model was merged from.
     Raises ConfigError for settings that do not fit and for a prompt that with its answer exceeds the model's positions.
     """
-    answerer = model if isinstance(model, Answerer) else load_for_inference(model)
+    answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
     answers = generate_ids(answerer, prompt_ids, max_new_tokens, temperature, seed, batch_size, top_p, progress)
     return [decode(answerer, ids) for ids in answers]
@@ -86,19 +104,21 @@ def decode(answerer: Answerer, ids: Sequence[int]) -> str:
     return answerer.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def prompt_tokens(answerer: Answerer, prompt: Prompt, system: str | None = None) -> list[int]:
+def prompt_tokens(
+    answerer: Answerer, prompt: Prompt, system: str | None = None, tools: list[Any] | None = None
+) -> list[int]:
     """The token ids of one prompt, up to where the answer begins."""
     if answerer.has_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if system is not None and all(message["role"] != "system" for message in messages):
             messages.insert(0, {"role": "system", "content": system})
-        return list(render_prompt(answerer.tokenizer, messages))
+        return answerer.renderer.prompt(messages, tools)
     if system is not None or not isinstance(prompt, str):
         raise ConfigError(
             "This model has no chat template, so it takes plain text only, without a system message or roles.",
             "Pass the prompt as one string.",
         )
-    return list(answerer.tokenizer(prompt)["input_ids"])
+    return answerer.renderer.prompt(prompt)
 
 
 def generate_ids(
@@ -123,9 +143,8 @@ def generate_ids(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            for index, answer in zip(
-                chosen, _generate_batch(answerer, batch, max_new_tokens, temperature, top_p), strict=True
-            ):
+            made = _generate_batch(answerer, batch, max_new_tokens, temperature, top_p)
+            for index, answer in zip(chosen, made, strict=True):
                 answers[index] = answer
             if progress:
                 progress(min(start + batch_size, len(by_length)), len(by_length))
@@ -182,14 +201,7 @@ def _generate_batch(
         attention_mask=attention_mask_BS.to(device),
         generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
     )
-    return [_cut(row, answerer.stop_ids) for row in output[:, longest:].tolist()]
-
-
-def _cut(ids: list[int], ends: tuple[int, ...]) -> list[int]:
-    for place, token in enumerate(ids):
-        if token in ends:
-            return ids[:place]
-    return ids
+    return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]
 
 
 def _check_settings(max_new_tokens: int, temperature: float, batch_size: int, top_p: float) -> None:

@@ -189,9 +189,10 @@ def _trained_stop_ids(run: Path) -> list[int]:
 
 
 def _data_settings(run: Path) -> dict[str, Any]:
-    """How the run read its rows, so that ``eval`` reads rows the same way."""
+    """How the run read its rows, so that ``eval`` and answers read them the same way."""
     data = read_json(run / CONFIG).get("data") or {}
-    return {key: data[key] for key in ("columns", "system", "loss_on", "max_length") if data.get(key) is not None}
+    names = ("columns", "system", "template_arguments", "loss_on", "max_length")
+    return {name: data[name] for name in names if data.get(name) is not None}
 
 
 def _check_output(output: Path, base: Path, overwrite: bool) -> None:

@@ -73,7 +73,7 @@ def test_most_rows_take_the_fast_way(tmp_path, monkeypatch):
     ]
     renderer, calls = Renderer(tokenizer, "assistant"), []
     slow = renderer.chat
-    monkeypatch.setattr(renderer, "chat", lambda messages: calls.append(1) or slow(messages))
+    monkeypatch.setattr(renderer, "chat", lambda *given: calls.append(1) or slow(*given))
     found = list(BatchRenderer(renderer).render(rows))
     assert [row.origin for row, _ in found] == [row.origin for row in rows]
     assert len(calls) == 1 + 8 + 12

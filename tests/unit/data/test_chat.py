@@ -7,7 +7,7 @@ import re
 import pytest
 from tiny_models import K2_TEMPLATE, VOCABULARY, ids_of, make_tokenizer
 
-from fullshard.data.chat import Renderer, check_tokenizer, load_tokenizer, render, render_prompt
+from fullshard.data.chat import Renderer, check_tokenizer, load_tokenizer
 from fullshard.errors import DataError, ModelError
 
 CONVERSATION = [
@@ -75,8 +75,6 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_per_answer(tokenizer
     assert positions(first.supervised) == [6, 7]
     assert second.ids == [1, 4, 8, 9, 7, 5, 7, 4, 11, 12, 7, 5, 13, 14, 7]
     assert positions(second.supervised) == [12, 13, 14]
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        render(tokenizer, CONVERSATION, "assistant")
     (last,) = Renderer(tokenizer, "last").chat(CONVERSATION)
     assert last == second
 
@@ -85,27 +83,27 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_per_answer(tokenizer
 def test_a_template_that_drops_answers_is_refused(tokenizer_with, answer):
     """HO-2c; the answer "end" must not be found inside "<|end|>"."""
     rows = [QUESTION[0], {"role": "assistant", "content": answer}]
-    with pytest.raises(DataError, match="the mask is empty"):
-        render(tokenizer_with(NO_ANSWERS), rows, "assistant")
+    with pytest.raises(DataError, match="writes nothing of an assistant turn"):
+        Renderer(tokenizer_with(NO_ANSWERS)).chat(rows)
 
 
 def test_markers_around_nothing_are_refused(tokenizer_with):
     template = K2_TEMPLATE + "{% generation %}{% endgeneration %}"
     with pytest.raises(DataError, match="markers mark nothing"):
-        render(tokenizer_with(template), QUESTION, "assistant")
+        Renderer(tokenizer_with(template)).chat(QUESTION)
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tokenizer_with):
     template = K2_TEMPLATE[: K2_TEMPLATE.index("{% if add_generation_prompt")]
     with pytest.raises(DataError, match="ignores add_generation_prompt") as caught:
-        render(tokenizer_with(template), QUESTION, "assistant")
+        Renderer(tokenizer_with(template)).chat(QUESTION)
     assert "<|assistant|>" in caught.value.message
 
 
 def test_a_generation_prompt_that_the_turn_does_not_have_is_refused(tokenizer_with):
     template = K2_TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|> moon' }}")
     with pytest.raises(DataError, match="does not begin the rendered assistant turn"):
-        render(tokenizer_with(template), QUESTION, "assistant")
+        Renderer(tokenizer_with(template)).chat(QUESTION)
 
 
 def test_a_text_behind_the_last_turn_only_is_no_reason_for_more_rows(tokenizer_with):
@@ -118,28 +116,28 @@ def test_a_text_behind_the_last_turn_only_is_no_reason_for_more_rows(tokenizer_w
 
 def test_no_template_and_wrong_roles(tokenizer_with):
     with pytest.raises(DataError, match="no chat template") as caught:
-        render(tokenizer_with(None), QUESTION, "assistant")
+        Renderer(tokenizer_with(None)).chat(QUESTION)
     assert "body: text" in caught.value.hint
     refusing = "{{ raise_exception('System role not supported') if messages[0]['role'] == 'system' }}" + K2_TEMPLATE
     with pytest.raises(DataError, match="refuses the roles system, user, assistant: System role not supported"):
-        render(tokenizer_with(refusing), [{"role": "system", "content": "sun"}, *QUESTION], "assistant")
+        Renderer(tokenizer_with(refusing)).chat([{"role": "system", "content": "sun"}, *QUESTION])
     with pytest.raises(DataError, match="begins with the assistant"):
-        render(tokenizer_with(), QUESTION[1:], "assistant")
+        Renderer(tokenizer_with()).chat(QUESTION[1:])
 
 
 def test_rows_without_an_answer_supervise_nothing(tokenizer_with):
     tokenizer = tokenizer_with()
-    assert positions(render(tokenizer, QUESTION[:1], "assistant")[1]) == []
-    assert positions(render(tokenizer, [QUESTION[0], {"role": "assistant", "content": " "}], "assistant")[1]) == []
+    assert positions(Renderer(tokenizer).chat(QUESTION[:1])[0].supervised) == []
+    assert positions(Renderer(tokenizer).chat([QUESTION[0], {"role": "assistant", "content": " "}])[0].supervised) == []
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
 def test_never_two_bos_tokens(tokenizer_with, add_bos):
     tokenizer = tokenizer_with(add_bos=add_bos)
-    assert render(tokenizer, QUESTION, "assistant")[0] == ids_of(
+    assert Renderer(tokenizer).chat(QUESTION)[0].ids == ids_of(
         "<bos> <|user|> red blue <|end|> <|assistant|> green <|end|>"
     )
-    assert render_prompt(tokenizer, QUESTION[:1]) == ids_of("<bos> <|user|> red blue <|end|> <|assistant|>")
+    assert Renderer(tokenizer).prompt(QUESTION[:1]) == ids_of("<bos> <|user|> red blue <|end|> <|assistant|>")
     text = Renderer(tokenizer, "assistant").plain_text("<bos> red blue")
     assert text.ids == ids_of("<bos> red blue <eos>")
     assert text.supervised == [True] * 4
@@ -232,9 +230,35 @@ def test_the_prompt_of_inference_is_the_unsupervised_beginning(byte_tokenizer):
     for template in (CHATML, LLAMA3, GEMMA, LLAMA2, QWEN3):
         byte_tokenizer.chat_template = template
         (row,) = Renderer(byte_tokenizer, "assistant").chat(QUESTION)
-        prompt = render_prompt(byte_tokenizer, QUESTION[:1])
+        prompt = Renderer(byte_tokenizer).prompt(QUESTION[:1])
         assert row.ids[: len(prompt)] == prompt
         assert positions(row.supervised)[0] == len(prompt)
+
+
+CALLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\n' }}START{{ turn.content }}"
+    "{% for call in turn.tool_calls or [] %}{% set given = call.function.arguments %}"
+    "{{ '<call>' + (given if given is string else given | tojson) + '</call>' }}{% endfor %}END"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("start", "end"), [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_typed_arguments_are_kept_exactly(byte_tokenizer, start, end):
+    """Order, numbers, null, nesting, letters: what JSON writes of the row's own values; a string stays that string."""
+    byte_tokenizer.chat_template = CALLS.replace("START", start).replace("END", end)
+    arguments = {"z": 1, "a": 1.0, "big": 2**60, "no": None, "on": True, "in": [{"k": "红 & <b>"}], "e": 1e-7}
+    written = (
+        '{"z": 1, "a": 1.0, "big": 1152921504606846976, "no": null, "on": true, "in": [{"k": "红 & <b>"}], "e": 1e-07}'
+    )
+    for given, text in ((arguments, written), ('{"z":  1}', '{"z":  1}')):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": given}}]
+        messages = [QUESTION[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+        (row,) = Renderer(byte_tokenizer).chat(messages, [{"parameters": arguments}])
+        assert supervised_text(byte_tokenizer, row) == f"<call>{text}</call><|im_end|>"
+        assert byte_tokenizer.decode(row.ids).startswith(f'{{"parameters": {written}}}<|im_start|>user')
+        assert Renderer(byte_tokenizer).answer(messages) == row.ids[-len(f"<call>{text}</call>".encode()) - 2 : -1]
 
 
 def test_a_pad_token_outside_the_table_is_refused(tokenizer_with):

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from fullshard.errors import ConfigError
 from fullshard.planning.hardware import find_accelerator, read_host
 
@@ -95,15 +97,9 @@ def _check_package(name: str, least: str) -> Check:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Check(name, "fail", "not installed", f'pip install "{name}>={least}"')
-    if _numbers(found) < _numbers(least):
+    if Version(found) < Version(least):
         return Check(name, "fail", f"{found}, older than {least}", f'pip install --upgrade "{name}>={least}"')
     return Check(name, "ok", found)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` -> (2, 13): enough to compare minimum versions."""
-    parts = version.split("+")[0].split(".")[:2]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
 def _check_build() -> Check:

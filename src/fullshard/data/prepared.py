@@ -337,7 +337,8 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     assert held_out is not None
     with open(path, "w", encoding="utf-8") as file:
         for row in held_out.rows:
-            value = {"text": row.text} if row.messages is None else {"messages": row.messages, "tools": row.tools}
+            said = {"text": row.text, "messages": row.messages, "tools": row.tools}
+            value = {key: part for key, part in said.items() if part is not None}
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 

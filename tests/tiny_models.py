@@ -5,10 +5,12 @@ Nothing here needs the network. Same arguments, same bytes.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import families
+import yaml
 
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 WORD_TEXT = (
@@ -93,3 +95,22 @@ def make_model(folder: str | Path, family: str = "llama", tied: bool = False, se
     model.generation_config.eos_token_id = [EOS]
     model.save_pretrained(Path(folder))
     return Path(folder)
+
+
+def make_job(folder: Path, num_rows: int) -> Path:
+    """A folder with K1, one-word rows and a recipe: full, 4 rows a step, 2 epochs, a checkpoint every 2 steps."""
+    make_tokenizer(make_model(folder / "model"))
+    rows = [
+        {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word}]}
+        for word in WORDS[:num_rows]
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    recipe = {
+        "model": {"path": "model"},
+        "data": {"train": "rows.jsonl", "max_length": 32},
+        "method": "full",
+        "train": {"global_batch": "4 rows", "epochs": 2, "learning_rate": 0.001, "save_every": 2},
+        "output": "run",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return folder

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from rank_pool import free_port
 from safetensors.torch import load_file, save_file
-from tiny_models import WORDS, make_model, make_tokenizer
+from tiny_models import make_job
 
 ENDED_WITHIN_SECONDS = 30
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -24,20 +23,7 @@ FULLSHARD = [sys.executable, "-m", "fullshard"]
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """A folder with a tiny model, data and a recipe of 6 steps."""
-    make_tokenizer(make_model(tmp_path / "model"))
-    rows = [
-        {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word}]} for word in WORDS[:12]
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    recipe = {
-        "model": {"path": "model"},
-        "data": {"train": "rows.jsonl", "max_length": 32},
-        "method": "full",
-        "train": {"global_batch": "4 rows", "epochs": 2, "learning_rate": 0.001, "save_every": 2},
-        "output": "run",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return tmp_path
+    return make_job(tmp_path, 12)
 
 
 def call(job: Path, *arguments: str, command: list[str] | None = None) -> subprocess.CompletedProcess:

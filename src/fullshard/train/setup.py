@@ -46,8 +46,9 @@ def build_sharded(
     """
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
-    for rank, other in enumerate(ranks.gather_objects(files.fingerprint())):
-        if other != files.fingerprint():
+    fingerprint = files.fingerprint()
+    for rank, other in enumerate(ranks.gather_objects(fingerprint)):
+        if other != fingerprint:
             message = f"{config.model.path} is another model on rank {rank} than on rank {ranks.rank}."
             raise TrainError(message, "Give all nodes the same files; for an id, set model.revision to one commit.")
     weights = WeightMap(causal_lm, files, config.model.path, new_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,9 @@ def save_checkpoint(
             files[name] = _settle(temporary / name)
     gathered = ranks.gather_objects((described, files))
     if ranks.is_first:
-        manifest = Manifest(
-            step,
-            facts["method"],
-            facts["base_model"],
-            _join([described for described, _ in gathered]),
-            {name: value for _, files in gathered for name, value in files.items()},
-            facts["trainer"],
-        )
+        stored = _join([part for parts, _ in gathered for part in parts])
+        all_files = {name: value for _, files in gathered for name, value in files.items()}
+        manifest = Manifest(step, facts["method"], facts["base_model"], stored, all_files, facts["trainer"])
         with written:
             write_json(temporary / MANIFEST, manifest.to_json())
             sync_folder(temporary)
@@ -76,9 +72,9 @@ def save_checkpoint(
 
 
 def _local_ranges(
-    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, part: str
-) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, tuple[int, ...], str, Piece]]]:
-    """This rank's tensors by key, and (name, kind, shape, dtype, piece) of each. Replicated ones: rank 0 only."""
+    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, file: str
+) -> tuple[dict[str, torch.Tensor], list[StoredTensor]]:
+    """This rank's tensors by key, and what they are, each of one piece. Replicated ones: rank 0 only."""
     tensors: dict[str, torch.Tensor] = {}
     described = []
     for shard in sharded.shards():
@@ -92,22 +88,20 @@ def _local_ranges(
         for kind, value in kinds.items():
             key = f"{kind}/{name}"
             tensors[key] = value.to("cpu").contiguous()
-            piece = Piece(part, key, shard.start, shard.stop)
-            described.append((name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], piece))
+            piece = Piece(file, key, shard.start, shard.stop)
+            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
     return tensors, described
 
 
-def _join(described: list[list[tuple[str, str, tuple[int, ...], str, Piece]]]) -> tuple[StoredTensor, ...]:
-    pieces: dict[tuple[str, str, tuple[int, ...], str], list[Piece]] = {}
-    for rank_pieces in described:
-        for name, kind, shape, dtype, piece in rank_pieces:
-            pieces.setdefault((name, kind, tuple(shape), dtype), []).append(piece)
-    joined = []
-    for (name, kind, shape, dtype), parts in pieces.items():
-        stored = StoredTensor(name, kind, shape, dtype, tuple(sorted(parts, key=lambda piece: piece.start)))
+def _join(parts: list[StoredTensor]) -> tuple[StoredTensor, ...]:
+    """The whole tensors that the ranks' pieces make."""
+    joined: dict[tuple[str, str], StoredTensor] = {}
+    for part in sorted(parts, key=lambda part: part.pieces[0].start):
+        before = joined.get((part.name, part.kind))
+        joined[part.name, part.kind] = replace(part, pieces=before.pieces + part.pieces) if before else part
+    for stored in joined.values():
         check_cover(stored)
-        joined.append(stored)
-    return tuple(joined)
+    return tuple(joined.values())
 
 
 def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:

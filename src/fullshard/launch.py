@@ -286,7 +286,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
     launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
 
     def prepare() -> None:
-        if (run / LAUNCH).is_file() and set(read_json(run / LAUNCH).get("launchers", [])) & set(launchers):
+        if set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers):
             if (run / run_folder.PLAN).is_file():
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return

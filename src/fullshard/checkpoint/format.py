@@ -20,7 +20,7 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -58,7 +58,8 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
-class FileFacts(TypedDict):
+@dataclass(frozen=True)
+class FileFacts:
     """What the manifest says of one file."""
 
     bytes: int
@@ -67,7 +68,7 @@ class FileFacts(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint says about itself."""
+    """All that a checkpoint says about itself. Raises CheckpointError unless its pieces cover each tensor once."""
 
     step: int
     method: str  # full | lora
@@ -75,6 +76,10 @@ class Manifest:
     tensors: tuple[StoredTensor, ...]
     files: dict[str, FileFacts]
     trainer: dict[str, Any] = field(default_factory=dict)  # step, tokens seen, adapter settings, ...
+
+    def __post_init__(self) -> None:
+        for stored in self.tensors:
+            _check_cover(stored)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value, as ``read_manifest`` reads it."""
@@ -103,11 +108,9 @@ def read_manifest(folder: Path) -> Manifest:
         file = folder / name
         if Path(name).name != name or not file.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
-        if (size := file.stat().st_size) != facts["bytes"]:
-            message = f"{file} is damaged: {size} bytes, the manifest says {facts['bytes']}."
+        if (size := file.stat().st_size) != facts.bytes:
+            message = f"{file} is damaged: {size} bytes, the manifest says {facts.bytes}."
             raise CheckpointError(message, "Use another step.")
-    for stored in manifest.tensors:
-        check_cover(stored)
     return manifest
 
 
@@ -115,13 +118,13 @@ def verify_checkpoint(folder: Path) -> Manifest:
     """Read the manifest and hash every file. CheckpointError names the first bad one."""
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
-        if (found := hash_file(folder / name)) != facts["blake2b"]:
-            message = f"{folder / name} is damaged: its hash is {found}, the manifest says {facts['blake2b']}."
+        if (found := hash_file(folder / name)) != facts.blake2b:
+            message = f"{folder / name} is damaged: its hash is {found}, the manifest says {facts.blake2b}."
             raise CheckpointError(message, "Use another step: fullshard resume RUN --step N")
     return manifest
 
 
-def check_cover(stored: StoredTensor) -> None:
+def _check_cover(stored: StoredTensor) -> None:
     """Raise CheckpointError unless the pieces cover [0, number of elements) exactly once."""
     place, position = f"{stored.kind} of {stored.name}", 0
     for piece in stored.pieces:

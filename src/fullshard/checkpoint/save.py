@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, check_cover, hash_file
+from fullshard.checkpoint.format import MANIFEST, PROOF, FileFacts, Manifest, Piece, StoredTensor, hash_file
 from fullshard.errors import Blame, CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
-from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_folder, write_json
+from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
 from fullshard.shard import ShardedModel
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -63,7 +62,7 @@ def save_checkpoint(
         manifest = Manifest(step, facts["method"], facts["base_model"], stored, all_files, facts["trainer"])
         with written:
             write_json(temporary / MANIFEST, manifest.to_json())
-            sync_folder(temporary)
+            sync_path(temporary)
         publish_folder(temporary, final)
         for _, path in list_checkpoints(run)[:-keep_last]:
             shutil.rmtree(path)
@@ -99,8 +98,6 @@ def _join(parts: list[StoredTensor]) -> tuple[StoredTensor, ...]:
     for part in sorted(parts, key=lambda part: part.pieces[0].start):
         before = joined.get((part.name, part.kind))
         joined[part.name, part.kind] = replace(part, pieces=before.pieces + part.pieces) if before else part
-    for stored in joined.values():
-        check_cover(stored)
     return tuple(joined.values())
 
 
@@ -112,8 +109,7 @@ def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
 
 
-def _settle(path: Path) -> dict[str, Any]:
+def _settle(path: Path) -> FileFacts:
     """fsync a file and return its manifest entry."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
+    sync_path(path)
+    return FileFacts(path.stat().st_size, hash_file(path))

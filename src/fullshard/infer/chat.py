@@ -12,13 +12,7 @@ from rich.markup import escape
 from transformers import TextStreamer
 
 from fullshard.errors import UserError
-from fullshard.infer.generate import (
-    Answerer,
-    check_length,
-    generation_settings,
-    load_for_inference,
-    prompt_tokens,
-)
+from fullshard.infer.generate import Answerer, check_length, generation_settings, load_for_inference, prompt_tokens
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
@@ -69,28 +63,24 @@ def start_chat(
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         while (line := _read_line(reader, writer)) is not None:
-            match line.strip():
-                case "":
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                break
+            if text == "/reset":
+                messages.clear()
+                console.print("[dim]the conversation starts anew[/dim]")
+            elif text.startswith("/") and " " not in text:
+                console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
+            elif text:
+                messages.append({"role": "user", "content": text})
+                try:
+                    answer = _answer(answerer, messages, system, max_new_tokens, temperature, top_p, writer)
+                except UserError as error:
+                    messages.pop()
+                    console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
                     continue
-                case "/exit" | "/quit":
-                    break
-                case "/reset":
-                    messages.clear()
-                    console.print("[dim]the conversation starts anew[/dim]")
-                    continue
-                case text if text.startswith("/") and " " not in text:
-                    console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
-                    continue
-                case text:
-                    messages.append({"role": "user", "content": text})
-            try:
-                answer = _answer(answerer, messages, system, max_new_tokens, temperature, top_p, writer)
-            except UserError as error:
-                messages.pop()
-                console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
-                continue
-            messages.append({"role": "assistant", "content": answer})
-            num_answers += 1
+                messages.append({"role": "assistant", "content": answer})
+                num_answers += 1
     return num_answers
 
 
@@ -107,33 +97,30 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
 
 def _answer(
     answerer: Answerer,
-    messages: list[dict[str, str]],
+    messages: list[Any],
     system: str | None,
-    max_new_tokens: int,
+    most: int,
     temperature: float,
     top_p: float,
-    writer: TextIO,
+    out: TextIO,
 ) -> str:
-    """Stream one answer to the last message; what was said until then where Ctrl-C stops it."""
+    """Stream one answer of at most ``most`` tokens to ``out``; what was said until then where Ctrl-C stops it."""
     prompt = messages if answerer.has_template else messages[-1]["content"]
     ids = prompt_tokens(answerer, prompt, system)
     if answerer.max_positions is not None:
-        max_new_tokens = min(max_new_tokens, max(1, answerer.max_positions - len(ids)))
-    check_length(answerer, len(ids), max_new_tokens, "The conversation")
-    streamer = ConsoleStreamer(answerer.tokenizer, writer)
+        most = min(most, max(1, answerer.max_positions - len(ids)))
+    check_length(answerer, len(ids), most, "The conversation")
+    streamer = ConsoleStreamer(answerer.tokenizer, out)
     input_ids = torch.tensor([ids], device=answerer.model.device)
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "streamer": streamer}
     try:
         with torch.inference_mode():
-            output = answerer.model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
-                streamer=streamer,
-            )
-        if output.shape[1] - len(ids) == max_new_tokens and output[0, -1].item() not in answerer.stop_ids:
-            writer.write(f" [cut after {max_new_tokens} tokens]")
+            settings = generation_settings(answerer, most, temperature, top_p)
+            output = answerer.model.generate(**inputs, generation_config=settings)
+        if output.shape[1] - len(ids) == most and output[0, -1].item() not in answerer.stop_ids:
+            out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:
-        writer.write(" [stopped]")
-    writer.write("\n")
-    writer.flush()
+        out.write(" [stopped]")
+    out.write("\n")
+    out.flush()
     return streamer.text

@@ -42,6 +42,12 @@ class Answerer:
         return bool(self.tokenizer.chat_template)
 
     @cached_property
+    def pad_id(self) -> int:
+        """An id that the model's table has; which one does not matter, since pads are masked by place."""
+        pad_id = choose_pad_id(self.tokenizer)
+        return pad_id if pad_id < self.model.get_input_embeddings().weight.shape[0] else 0
+
+    @cached_property
     def renderer(self) -> Renderer:
         """Makes the ids of prompts, as training does."""
         return Renderer(self.tokenizer, "all", self.template_arguments)
@@ -114,10 +120,8 @@ def prompt_tokens(
             messages.insert(0, {"role": "system", "content": system})
         return answerer.renderer.prompt(messages, tools)
     if system is not None or not isinstance(prompt, str):
-        raise ConfigError(
-            "This model has no chat template, so it takes plain text only, without a system message or roles.",
-            "Pass the prompt as one string.",
-        )
+        message = "This model has no chat template, so it takes plain text only, without a system message or roles."
+        raise ConfigError(message, "Pass the prompt as one string.")
     return answerer.renderer.prompt(prompt)
 
 
@@ -136,7 +140,7 @@ def generate_ids(
     for number, ids in enumerate(prompt_ids, 1):
         check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
     by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
-    answers: list[list[int]] = [[] for _ in prompt_ids]
+    answers: dict[int, list[int]] = {}
     device = answerer.model.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
@@ -144,11 +148,10 @@ def generate_ids(
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
             made = _generate_batch(answerer, batch, max_new_tokens, temperature, top_p)
-            for index, answer in zip(chosen, made, strict=True):
-                answers[index] = answer
+            answers |= zip(chosen, made, strict=True)
             if progress:
-                progress(min(start + batch_size, len(by_length)), len(by_length))
-    return answers
+                progress(len(answers), len(by_length))
+    return [answers[index] for index in range(len(prompt_ids))]
 
 
 def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str = "The prompt") -> None:
@@ -159,11 +162,8 @@ def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int
     if limit is not None and num_prompt_tokens + max_new_tokens > limit:
         room = limit - num_prompt_tokens
         hint = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
-        raise ConfigError(
-            f"{name} has {num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is "
-            f"{num_prompt_tokens + max_new_tokens}, but the model has {limit} positions.",
-            hint,
-        )
+        length = f"{num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is {limit - room + max_new_tokens}"
+        raise ConfigError(f"{name} has {length}, but the model has {limit} positions.", hint)
 
 
 def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> Any:
@@ -171,36 +171,20 @@ def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: fl
     from transformers import GenerationConfig
 
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(answerer.stop_ids) or None,
-        pad_token_id=_pad_id(answerer),
-        **sampling,
-    )
-
-
-def _pad_id(answerer: Answerer) -> int:
-    """An id that the model's table has; which one does not matter, since pads are masked by place."""
-    pad_id = choose_pad_id(answerer.tokenizer)
-    return pad_id if pad_id < answerer.model.get_input_embeddings().weight.shape[0] else 0
+    ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
+    return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)
 
 
 @torch.inference_mode()
 def _generate_batch(
     answerer: Answerer, batch: list[Sequence[int]], max_new_tokens: int, temperature: float, top_p: float
 ) -> list[list[int]]:
-    longest = max(len(ids) for ids in batch)
-    input_ids_BS = torch.full((len(batch), longest), _pad_id(answerer))
-    attention_mask_BS = torch.zeros(len(batch), longest, dtype=torch.int64)
-    for row, ids in enumerate(batch):
-        input_ids_BS[row, longest - len(ids) :] = torch.tensor(list(ids))
-        attention_mask_BS[row, longest - len(ids) :] = 1
-    device = answerer.model.device
-    output = answerer.model.generate(
-        input_ids=input_ids_BS.to(device),
-        attention_mask=attention_mask_BS.to(device),
-        generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
-    )
+    longest, device = max(map(len, batch)), answerer.model.device
+    rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
+    masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
+    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
+    inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
+    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings)
     return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]
 
 

@@ -31,7 +31,7 @@ import yaml
 
 from fullshard import run_folder
 from fullshard.config import RunConfig, config_from_dict, load_config
-from fullshard.errors import ERROR_TYPES, CheckpointError, ConfigError, DataError, TrainError, UserError
+from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
 if TYPE_CHECKING:
@@ -134,12 +134,9 @@ def prepare_run(
     WeightMap(model, WeightFiles(folder), str(folder))
     if config.train.router_loss:
         find_router_loss(model)
-    try:
+    with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
-    except OSError as error:
-        message = f"The output folder {run} cannot be written: {error.strerror}."
-        raise ConfigError(message, "Set output=FOLDER") from None
 
     def show(split: str, done: int, total: int) -> None:
         status.update(f"preparing {split}: {done:,} of {total:,} rows")

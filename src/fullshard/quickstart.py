@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fullshard
-from fullshard.errors import ConfigError, UserError
+from fullshard.errors import Blame, ConfigError, UserError
 from fullshard.run_folder import free_run, write_json
 
 if TYPE_CHECKING:
@@ -150,12 +150,10 @@ def write_recipe(model: Path, run: Path) -> Path:
     places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
     names = re.compile(rf"\b({'|'.join(places)})\b")
     text = names.sub(lambda match: json.dumps(str(places[match[1]]), ensure_ascii=False), text)
-    try:
+    with Blame(ConfigError, f"{path} cannot be written", "Run it in a folder of yours."):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Run it in a folder of yours.") from None
     return path
 
 

@@ -14,7 +14,7 @@ from fullshard.config import DataSection, config_from_dict
 from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Row, Source, read_source
-from fullshard.errors import ConfigError, PlanError
+from fullshard.errors import Blame, ConfigError, PlanError
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import read_config
 from fullshard.planning import search
@@ -44,13 +44,10 @@ def write_recipe(model: str | Path, data: str | Path, output: str | Path | None 
     Nothing is overwritten: ConfigError where the file exists or cannot be written.
     """
     text, path = propose_recipe(model, data, output)
-    try:
+    with Blame(ConfigError, f"The recipe {path} cannot be written", "Name another: --output FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        message = f"The recipe {path} cannot be written: {error.strerror}."
-        raise ConfigError(message, "Name another: --output FILE") from None
     return f"{text}\nWritten to {path}. Next: fullshard plan {path}, then: fullshard train {path}"
 
 

@@ -162,9 +162,6 @@ def _published(output: Path, num_bytes: int) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-    except OSError as error:
-        raise MergeError(f"{output} cannot be written: {error.strerror}.", "Choose another with --output.") from None
-    try:
         free = shutil.disk_usage(unfinished).free
         if free < num_bytes:
             room = f"{output.parent} has {free / 1e9:.2f} GB free"

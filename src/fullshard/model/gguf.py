@@ -67,11 +67,9 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
     Nothing appears at ``folder`` before the check has passed. Raises ModelError.
     """
     progress = progress or (lambda text, done, total: None)
-    try:
+    with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise ModelError(f"Cannot write to {folder.parent}: {error.strerror}.", "Make it writable.") from None
     try:
         _write_folder(source, temporary, progress)
         progress("asking it for the capital of France", 0, 1)

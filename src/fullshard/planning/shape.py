@@ -11,12 +11,11 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from fullshard.config import LoraSection
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,6 @@ def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Shape of a built model, on any device."""
-    import torch
-
     from fullshard.model.blocks import find_blocks, is_tied
 
     settings = model.config.get_text_config()
@@ -108,7 +105,7 @@ def shape_of(model: nn.Module) -> ModelShape:
         intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1),
         mlp_copies=_mlp_copies(blocks[0], settings),
         norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
-        fused_norms=any(isinstance(module, torch.nn.LayerNorm) for module in blocks[0].modules()),
+        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()),
         num_heads=heads,
         eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
         max_positions=_first(settings, "max_position_embeddings", "n_positions"),

@@ -11,6 +11,9 @@ import functools
 import time
 from dataclasses import dataclass
 
+import torch
+
+from fullshard.device import supports_bf16, synchronize
 from fullshard.planning.memory import Job
 from fullshard.planning.shape import ModelShape
 
@@ -51,10 +54,6 @@ class StepWork:
 @functools.cache
 def measure_rates(kind: str, cores: int) -> Rates:
     """Time one product in fp32 and bf16, on one thread or one device. Under half a second on a CPU; cached."""
-    import torch
-
-    from fullshard.device import supports_bf16
-
     threads = torch.get_num_threads()
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -66,11 +65,7 @@ def measure_rates(kind: str, cores: int) -> Rates:
     return Rates(fp32, bf16, cores if kind == "cpu" else 1)
 
 
-def _timed_product(dtype, kind: str) -> float:
-    import torch
-
-    from fullshard.device import synchronize
-
+def _timed_product(dtype: torch.dtype, kind: str) -> float:
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
     left = torch.ones(rows, inner, dtype=dtype, device=kind)
     right = torch.ones(inner, columns, dtype=dtype, device=kind)

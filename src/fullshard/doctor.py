@@ -1,7 +1,5 @@
 """Is this machine able to do the job? Each check states what it found and, where something is wrong, the fix."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import socket

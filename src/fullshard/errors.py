@@ -1,7 +1,5 @@
 """Errors that users meet. Each carries what was given, what fits, and the next command to type."""
 
-from __future__ import annotations
-
 import re
 
 

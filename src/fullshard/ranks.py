@@ -1,7 +1,5 @@
 """The ranks of one run: process group, mesh, sums over ranks, output of rank 0."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

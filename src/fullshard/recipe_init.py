@@ -1,7 +1,5 @@
 """``fullshard init MODEL DATA``: a recipe for one's own job, proposed from the data's shape and the memory here."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

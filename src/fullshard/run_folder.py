@@ -1,7 +1,5 @@
 """Names inside a run folder. Every file a run writes is named here and nowhere else."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

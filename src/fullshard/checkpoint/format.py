@@ -14,8 +14,6 @@ Only trained tensors are stored: everything for full fine-tuning, the adapters f
 Tensor kinds: ``weight`` (fp32 master), ``exp_avg``, ``exp_avg_sq`` (AdamW moments, fp32).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Loading: each rank reads the ranges it holds, whatever wrote them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

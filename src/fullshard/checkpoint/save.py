@@ -1,7 +1,5 @@
 """Saving: every rank writes its own ranges; the folder gets its name only when it is whole."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

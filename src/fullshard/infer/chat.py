@@ -1,7 +1,5 @@
 """A conversation in the terminal: answers appear word by word; works with a keyboard and with piped lines."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, TextIO

@@ -4,8 +4,6 @@ Prompts are padded on the left by us, whatever the tokenizer's file says, and pa
 token may equal the stop token. Shapes: B prompts of a batch, S tokens of the longest prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Transformers refuses to save some generation configs that it reads without a wor
 ``check_generation_config(folder)`` is for the start of a run; the merge writes what ``mended`` returns.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from pathlib import Path

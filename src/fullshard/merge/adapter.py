@@ -4,8 +4,6 @@ Shapes as in model/adapters.py. DoRA's result is m * V / |V| with V = W + scale 
 output reads. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """The merge: run folder -> an ordinary Hugging Face folder, proven before it is published."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -3,8 +3,6 @@
 The model is built on the meta device, so this costs no memory.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The merged folder holds the names of the base's weight files, in their order: a 
 trained values as its twin, so that no stale copy can untie them; stacked experts go back to one tensor an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

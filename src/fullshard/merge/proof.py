@@ -13,8 +13,6 @@ dtype rounds away is kept apart from what a wrong merge would change, by two com
 Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

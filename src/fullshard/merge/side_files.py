@@ -1,7 +1,5 @@
 """Everything in a merged folder that is not weights: config, generation config, tokenizer files, model card."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

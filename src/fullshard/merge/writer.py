@@ -5,8 +5,6 @@ with spaces to a multiple of 8, then the tensors' bytes without gaps. Wider dtyp
 starts at a multiple of its element size.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Shapes: a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D ke
 W as (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What is one sharding unit: each repeated block; the embedding; [final norm, head]. The rest belongs to the root."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from fullshard.errors import ModelError

@@ -4,8 +4,6 @@ Only what training needs is downloaded: the small files first, then the weight f
 huggingface_hub itself reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, the proxies and the token, when it is first imported.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

@@ -4,8 +4,6 @@ The package carries one GGUF file (Q4_1, Apache-2.0). It is found without import
 (llm, llama-cpp-python) are not needed. transformers dequantises it (half a minute on 2 cores).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import tempfile

@@ -6,8 +6,6 @@ from transformers' own conversion table (``get_model_conversion_mapping``), run 
 it needs, convert, slice, drop. The same table reversed gives the export its original names.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy

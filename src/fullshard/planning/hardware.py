@@ -5,8 +5,6 @@ way, per device. Sources: shared notes "published_runs" section 4, which cites t
 (accelerator and network README at 744d01e), torchtitan tools/utils.py and, for usable GiB, training logs.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import platform

@@ -17,8 +17,6 @@ qwen3 and gpt2 (tests/unit/planning), above it for LoRA. With recomputation ever
 block at a time is whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape

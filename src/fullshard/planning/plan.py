@@ -1,7 +1,5 @@
 """A finished plan: what a run needs and how its batches lie, ready to print and to store."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything is decided by the formulas of memory.py; nothing is run but a short timed product.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

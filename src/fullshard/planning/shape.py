@@ -4,8 +4,6 @@ The real parameter list is read from the model class built on the meta device, s
 guessed at.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

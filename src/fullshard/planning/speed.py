@@ -5,8 +5,6 @@ weights), plus 2 x for recomputation; 12 x width x row length per block for atte
 rows: the padded CPU kernels skip nothing). Blocks work on the padded area, the head on supervised positions only.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from dataclasses import dataclass

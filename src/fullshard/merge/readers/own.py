@@ -1,7 +1,5 @@
 """Read the weights of a fullshard checkpoint, range by range, without any process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

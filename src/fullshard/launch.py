@@ -143,7 +143,11 @@ def prepare_run(
 
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
-        write_json(run / run_folder.CONFIG, _resolved(config) | {ASKED: asked.model_dump(mode="json")})
+        values = config.model_dump(mode="json") | {ASKED: asked.model_dump(mode="json")}
+        values["model"]["path"] = str(folder.expanduser().resolve())
+        if config.method == "full":
+            del values["lora"]  # a full recipe may not have the section
+        write_json(run / run_folder.CONFIG, values)
         write_json(run / run_folder.ENVIRONMENT, _environment())
         with Console(quiet=quiet).status("preparing the data") as status:
             account = prepare(config, run / run_folder.PREPARED, show)
@@ -170,15 +174,6 @@ def _recipe_text(recipe: RunConfig | str | Path, overrides: list[str] | tuple[st
     if isinstance(recipe, RunConfig) or overrides:
         return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
     return Path(recipe).read_text(encoding="utf-8")
-
-
-def _resolved(config: RunConfig) -> dict[str, Any]:
-    """Every key with its value, the model's folder as an absolute path."""
-    values = config.model_dump(mode="json")
-    values["model"]["path"] = str(Path(config.model.path).expanduser().resolve())
-    if config.method == "full":
-        del values["lora"]  # a full recipe may not have the section
-    return values
 
 
 def _environment() -> dict[str, Any]:

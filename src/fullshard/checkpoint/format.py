@@ -50,11 +50,6 @@ class StoredTensor:
     dtype: str  # safetensors' name: F32, BF16, ...
     pieces: tuple[Piece, ...]
 
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of the full tensor."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True)
 class FileFacts:
@@ -77,7 +72,14 @@ class Manifest:
 
     def __post_init__(self) -> None:
         for stored in self.tensors:
-            _check_cover(stored)
+            place, position = f"{stored.kind} of {stored.name}", 0
+            for piece in stored.pieces:
+                if piece.start != position or piece.stop < piece.start:
+                    message = f"{place}: a piece starts at {piece.start}, expected {position}."
+                    raise CheckpointError(message, "Use another step.")
+                position = piece.stop
+            if position != (size := math.prod(stored.shape)):
+                raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value, as ``read_manifest`` reads it."""
@@ -120,19 +122,6 @@ def verify_checkpoint(folder: Path) -> Manifest:
             message = f"{folder / name} is damaged: its hash is {found}, the manifest says {facts.blake2b}."
             raise CheckpointError(message, "Use another step: fullshard resume RUN --step N")
     return manifest
-
-
-def _check_cover(stored: StoredTensor) -> None:
-    """Raise CheckpointError unless the pieces cover [0, number of elements) exactly once."""
-    place, position = f"{stored.kind} of {stored.name}", 0
-    for piece in stored.pieces:
-        if piece.start != position or piece.stop < piece.start:
-            message = f"{place}: a piece starts at {piece.start}, expected {position}."
-            raise CheckpointError(message, "Use another step.")
-        position = piece.stop
-    if position != stored.num_elements:
-        message = f"{place}: pieces end at {position} of {stored.num_elements}."
-        raise CheckpointError(message, "Use another step.")
 
 
 def hash_file(path: Path) -> str:

@@ -30,7 +30,7 @@ class RangeReader:
             raise CheckpointError(message, "fullshard verify RUN")
         parts = []
         for piece in stored.pieces:
-            low, high = max(piece.start, start), min(piece.stop, stored.num_elements if stop is None else stop)
+            low, high = max(piece.start, start), piece.stop if stop is None else min(piece.stop, stop)
             if low < high:
                 values = self.open_file(piece.file).get_slice(piece.key)
                 found, size = values.get_shape(), piece.stop - piece.start

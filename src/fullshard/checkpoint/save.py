@@ -52,7 +52,8 @@ def save_checkpoint(
         with written:
             save_file(content, temporary / name)
             _check_written(temporary / name, content)
-            files[name] = _settle(temporary / name)
+            sync_path(temporary / name)
+            files[name] = FileFacts((temporary / name).stat().st_size, hash_file(temporary / name))
     gathered = ranks.gather_objects((described, files))
     if ranks.is_first:
         stored = _join([part for parts, _ in gathered for part in parts])
@@ -105,9 +106,3 @@ def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if found != {name: tuple(value.shape) for name, value in tensors.items()}:
         raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
-
-
-def _settle(path: Path) -> FileFacts:
-    """fsync a file and return its manifest entry."""
-    sync_path(path)
-    return FileFacts(path.stat().st_size, hash_file(path))

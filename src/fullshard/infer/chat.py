@@ -56,6 +56,7 @@ def start_chat(
     else:
         prompt_tokens(answerer, "", system)  # refuses a system message
         console.print(f"[dim]no chat template: every line is completed by itself; {HELP}[/dim]")
+    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     messages: list[dict[str, str]] = []
     num_answers = 0
     with torch.random.fork_rng([]):
@@ -72,7 +73,7 @@ def start_chat(
             elif text:
                 messages.append({"role": "user", "content": text})
                 try:
-                    answer = _answer(answerer, messages, system, max_new_tokens, temperature, top_p, writer)
+                    answer = _answer(answerer, messages, system, settings, writer)
                 except UserError as error:
                     messages.pop()
                     console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
@@ -93,18 +94,11 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
     return reader.readline() or None
 
 
-def _answer(
-    answerer: Answerer,
-    messages: list[Any],
-    system: str | None,
-    most: int,
-    temperature: float,
-    top_p: float,
-    out: TextIO,
-) -> str:
-    """Stream one answer of at most ``most`` tokens to ``out``; what was said until then where Ctrl-C stops it."""
+def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
+    """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
     prompt = messages if answerer.has_template else messages[-1]["content"]
     ids = prompt_tokens(answerer, prompt, system)
+    most = settings.max_new_tokens
     if answerer.max_positions is not None:
         most = min(most, max(1, answerer.max_positions - len(ids)))
     check_length(answerer, len(ids), most, "The conversation")
@@ -113,8 +107,7 @@ def _answer(
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "streamer": streamer}
     try:
         with torch.inference_mode():
-            settings = generation_settings(answerer, most, temperature, top_p)
-            output = answerer.model.generate(**inputs, generation_config=settings)
+            output = answerer.model.generate(**inputs, generation_config=settings, max_new_tokens=most)
         if output.shape[1] - len(ids) == most and output[0, -1].item() not in answerer.stop_ids:
             out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:

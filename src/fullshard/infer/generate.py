@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from fullshard.data.chat import Message, Renderer, choose_pad_id
 from fullshard.device import select_device
@@ -61,21 +62,13 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     folder = fetch_model(model)
     device = select_device(0)
     loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    answerer = answerer_of(loaded.to(device), tokenizer, stop_ids(folder))
-    if template_arguments is None:
-        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments")
-    return load_for_inference(answerer, template_arguments)
-
-
-def answerer_of(model: Any, tokenizer: Any, ids: Sequence[int] = ()) -> Answerer:
-    """Wrap a model that is already loaded; ``ids`` end an answer (default: the tokenizer's end token)."""
-    from transformers import GenerationConfig
-
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
-    model.generation_config = GenerationConfig()
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    return Answerer(model.eval(), tokenizer, tuple(ids) or tuple(union_of_ids(tokenizer.eos_token_id)), limit)
+    loaded.generation_config = GenerationConfig()
+    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
+    if template_arguments is None:
+        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments") or {}
+    return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
 
 
 def generate_text(
@@ -134,7 +127,9 @@ def generate_ids(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id."""
-    _check_settings(max_new_tokens, temperature, batch_size, top_p)
+    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")
     for number, ids in enumerate(prompt_ids, 1):
         check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
     by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
@@ -145,8 +140,7 @@ def generate_ids(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            made = _generate_batch(answerer, batch, max_new_tokens, temperature, top_p)
-            answers |= zip(chosen, made, strict=True)
+            answers |= zip(chosen, _generate_batch(answerer, batch, settings), strict=True)
             if progress:
                 progress(len(answers), len(by_length))
     return [answers[index] for index in range(len(prompt_ids))]
@@ -164,36 +158,27 @@ def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int
         raise ConfigError(f"{name} has {length}, but the model has {limit} positions.", hint)
 
 
-def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> Any:
-    """The transformers GenerationConfig of one call; nothing else steers ``generate``."""
-    from transformers import GenerationConfig
-
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
-    ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
-    return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)
-
-
-@torch.inference_mode()
-def _generate_batch(
-    answerer: Answerer, batch: list[Sequence[int]], max_new_tokens: int, temperature: float, top_p: float
-) -> list[list[int]]:
-    longest, device = max(map(len, batch)), answerer.model.device
-    rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
-    masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
-    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
-    inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
-    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings)
-    return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]
-
-
-def _check_settings(max_new_tokens: int, temperature: float, batch_size: int, top_p: float) -> None:
+def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
+    """What steers ``generate``, and nothing else does. ConfigError for settings that do not fit."""
     problems = [
         (max_new_tokens < 1, f"max_new_tokens must be at least 1; it is {max_new_tokens}."),
         (not 0 <= temperature <= 100, f"temperature must be 0 (greedy) or above; it is {temperature}."),
-        (batch_size < 1, f"batch_size must be at least 1; it is {batch_size}."),
         (not 0 < top_p <= 1, f"top_p must be above 0 and at most 1; it is {top_p}."),
         (top_p != 1 and temperature == 0, f"top_p {top_p} has no effect at temperature 0."),
     ]
     for is_wrong, message in problems:
         if is_wrong:
             raise ConfigError(message, "Greedy: temperature 0 and top_p 1. Sampling: for example temperature 0.7.")
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
+    return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)
+
+
+@torch.inference_mode()
+def _generate_batch(answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig) -> list[list[int]]:
+    longest, device = max(map(len, batch)), answerer.model.device
+    rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
+    masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
+    inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
+    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings)
+    return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]

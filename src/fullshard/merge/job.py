@@ -98,7 +98,9 @@ def merge_run(
         trained_ids = read_json(run / run_folder.DATA, optional=True).get("stop_ids", ())
         notes = write_configs(base, unfinished, stored_dtype, trained_ids, names.vocabulary_size)
         say("proving")
-        proof = prove(unfinished, outputs, names, exact, tokens, logits, _compute_dtype(run, checkpoint))
+        plan = read_json(run / run_folder.PLAN, optional=True)
+        precision = trainer.get("precision") or plan.get("precision") or "fp32"  # in which training computed
+        proof = prove(unfinished, outputs, names, exact, tokens, logits, precision)
         notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in proof.ignored_names]
         if not any(name.startswith("tokenizer") for name in copied):
             notes.append("the base has no tokenizer files; none copied")
@@ -132,12 +134,6 @@ def _record(
         "proof_unrounded": asdict(proof.unrounded),
         "settings": {name: data[name] for name in settings if data.get(name) is not None},
     }
-
-
-def _compute_dtype(run: Path, checkpoint: OwnCheckpoint) -> str:
-    """The dtype in which training computed: the checkpoint's own word, else the plan's; fp32 where neither says."""
-    plan = read_json(run / run_folder.PLAN, optional=True)
-    return checkpoint.manifest.trainer.get("precision") or plan.get("precision") or "fp32"
 
 
 def _check_output(output: Path, base: Path, overwrite: bool) -> None:

@@ -127,6 +127,8 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
 
 
 def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
+    from fullshard.train.loss import CHUNK_LOGIT_BYTES
+
     each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
     if job.recompute:
@@ -139,20 +141,13 @@ def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
     else:
         kept = f"{tokens:,} tokens x {layers} blocks x {each:,}"
         lines = [Line("activations", tokens * layers * each, kept, "backward")]
-    chunk = min(logits_chunk_rows(shape), tokens)
+    chunk = min(max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size)), tokens)  # positions at once, as the loss cuts them
     logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [
         *lines,
         Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "head"),
     ]
-
-
-def logits_chunk_rows(shape: ModelShape) -> int:
-    """Supervised positions whose logits exist at once, as the loss cuts them."""
-    from fullshard.train.loss import CHUNK_LOGIT_BYTES
-
-    return max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size))
 
 
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:

@@ -112,13 +112,11 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     model = shapes.build_for_plan(config.model.path, added)
     shape = shapes.shape_of(model)
     adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
-    return Facts(machine_of(card) if card else read_machine(), shape, adapters, volume)
-
-
-def machine_of(card: Accelerator) -> Machine:
-    """A machine with this card, from its facts: the rate is the share of the peak that products reach in practice."""
-    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)
-    return Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
+    if card is None:
+        return Facts(read_machine(), shape, adapters, volume)
+    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)  # the share of the peak that products reach in practice
+    machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
+    return Facts(machine, shape, adapters, volume)
 
 
 def read_machine() -> Machine:

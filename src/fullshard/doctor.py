@@ -101,9 +101,9 @@ def _check_package(name: str, least: str) -> Check:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Check(name, "fail", "not installed", f'pip install "{name}>={least}"')
-    if Version(found) < Version(least):
-        return Check(name, "fail", f"{found}, older than {least}", f'pip install --upgrade "{name}>={least}"')
-    return Check(name, "ok", found)
+    is_old = Version(found) < Version(least)
+    finding = f"{found}, older than {least}" if is_old else found
+    return _judge(name, finding, f'pip install --upgrade "{name}>={least}"', "fail" if is_old else "")
 
 
 def _check_build() -> Check:

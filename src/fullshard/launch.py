@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -44,10 +45,7 @@ SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
 def train_run(
-    recipe: RunConfig | str | Path,
-    overrides: list[str] | tuple[str, ...] = (),
-    ranks: int | None = None,
-    quiet: bool = False,
+    recipe: RunConfig | str | Path, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False
 ) -> Any:
     """Train a recipe (a path or a RunConfig) and return its TrainResult.
 
@@ -55,29 +53,27 @@ def train_run(
     ranks that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run
     folder that exists is never written to.
     """
-    if _started_by_launcher():
-        _check_ranks(ranks)
-        return _train_here(recipe, overrides, quiet)
-    config = _read_config(recipe, overrides)
-    run = Path(config.output)
     _check_ranks(ranks)
-    prepare_run(config, run, ranks, quiet, _recipe_text(recipe, overrides, config), [])
+    if _started_by_launcher():
+        return _train_here(recipe, overrides, quiet)
+    config, text = _read_recipe(recipe, overrides)
+    run = Path(config.output)
+    prepare_run(config, run, ranks, quiet, text, [])
     return _launch(run, ranks or _planned_ranks(run), None, quiet)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
     run = Path(run)
+    _check_ranks(ranks)
     if _started_by_launcher():
         from fullshard.ranks import start_ranks
 
-        _check_ranks(ranks)
         here = start_ranks()
         number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
         _require_shared(run, here)
         return _run_as_rank(run, number, quiet, here)
     number = _step_to_resume(run, step)
-    _check_ranks(ranks)
     return _launch(run, ranks or _planned_ranks(run), number, quiet)
 
 
@@ -86,8 +82,7 @@ def _step_to_resume(run: Path, step: int | None) -> int:
     from fullshard.checkpoint.format import verify_checkpoint
 
     number, folder = newest_checkpoint(require_run(run), step)
-    verify_checkpoint(folder)
-    if number >= read_json(folder / "manifest.json")["trainer"]["num_steps"]:
+    if number >= verify_checkpoint(folder).trainer["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
     return number
 
@@ -165,15 +160,13 @@ def prepare_run(
         print("\n".join([*check_generation_config(folder), *account["report"], plan.to_summary()]))
 
 
-def _read_config(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...]) -> RunConfig:
-    return recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
-
-
-def _recipe_text(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...], config: RunConfig) -> str:
-    """The recipe as given, comments and all; a RunConfig, or a recipe with overrides, as the keys it sets."""
-    if isinstance(recipe, RunConfig) or overrides:
-        return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
-    return Path(recipe).read_text(encoding="utf-8")
+def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tuple[RunConfig, str]:
+    """The config and its text: as given, comments and all; a RunConfig, or with overrides, as the keys that are set."""
+    config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
+    if config is not recipe and not overrides:
+        return config, Path(recipe).read_text(encoding="utf-8")
+    values = config.model_dump(mode="json", exclude_unset=True)
+    return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _environment() -> dict[str, Any]:
@@ -262,7 +255,7 @@ def read_result(run: Path) -> Any:
     return TrainResult(**{**values, "run": Path(values["run"])})
 
 
-def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...], quiet: bool) -> Any:
+def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
     """Under torchrun: every rank reads the recipe, rank 0 prepares, all train. An error of one ends all.
 
     An elastic restart goes on in the run folder: it has a launcher process in common with the start that made it.
@@ -271,7 +264,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
     from fullshard.ranks import start_ranks
 
     ranks = start_ranks()
-    config = ranks.agree(partial(_read_config, recipe, overrides))[ranks.rank]
+    config, text = ranks.agree(partial(_read_recipe, recipe, overrides))[ranks.rank]
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     run = Path(config.output)
     parent = psutil.Process().parent() or psutil.Process()
@@ -283,7 +276,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
             shutil.rmtree(run)  # the attempt before ended while it prepared
-        prepare_run(config, run, ranks.num_ranks, quiet, _recipe_text(recipe, overrides, config), launchers)
+        prepare_run(config, run, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)

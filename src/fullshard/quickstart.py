@@ -3,15 +3,13 @@
 The recipe and the data ship in ``quickstart_data/``; the model is the built-in SmolLM2-135M-Instruct or the user's own.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,9 +19,6 @@ from rich.text import Text
 import fullshard
 from fullshard.errors import Blame, ConfigError, UserError
 from fullshard.run_folder import free_run, write_json
-
-if TYPE_CHECKING:
-    from fullshard.evaluate import EvalResult
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 RECIPE = DATA_FOLDER / "quickstart.yaml"
@@ -38,14 +33,14 @@ MAX_NEW_TOKENS = 16  # the longest answer has 12 tokens, and its stop
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What the quickstart made and measured; ``base`` and ``tuned`` by language."""
+    """What the quickstart made and measured; ``base`` and ``tuned``: an EvalResult by language."""
 
     run: Path
     recipe: Path
     merged: Path
     seconds: float
-    base: dict[str, EvalResult]
-    tuned: dict[str, EvalResult]
+    base: dict[str, Any]
+    tuned: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Figures and all answers, as written to quickstart.json."""
@@ -206,7 +201,7 @@ def _built_in_model(console: Console) -> Path:
     return folder
 
 
-def _evaluate(model: Path, console: Console) -> dict[str, EvalResult]:
+def _evaluate(model: Path, console: Console) -> dict[str, Any]:
     """Loss and greedy answers on the held-out rows of each language; the model is loaded once."""
     from fullshard.device import release_memory
     from fullshard.infer.generate import load_for_inference

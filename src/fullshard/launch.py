@@ -1,12 +1,7 @@
 """Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
 
-The launcher prepares everything that can fail cheaply (folder, data, plan) before any rank exists. Ranks then need
-nothing but the run folder and the standard environment variables. The first failure ends all ranks.
-
-Under torchrun there may be several nodes. Every rank writes its part of a checkpoint into the run folder, so all nodes
-must share it. So the data too is prepared once, in there, by rank 0, without a file lock (not all network file systems
-have one); the others wait in ``Ranks.agree`` as long as it takes. Before that a token in the run folder shows that all
-nodes share it, after it the hashes of the data as the ranks see it are compared.
+Everything that can fail cheaply (folder, data, plan) is prepared before any rank trains. Ranks need nothing but the run
+folder, shared by all nodes, and the standard environment variables. The first failure ends all. More: DESIGN.md, 11.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub.repocard import metadata_load
 
 from fullshard.checkpoint.format import Manifest
 from fullshard.data.chat import load_tokenizer
@@ -76,32 +77,21 @@ def base_name(base: Path) -> str:
 
 
 def _front_matter(base: Path) -> dict[str, Any]:
-    card = base / "README.md"
-    if not card.is_file():
-        return {}
-    match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     try:
-        values = yaml.safe_load(match.group(1)) if match else None
-    except yaml.YAMLError:
+        return metadata_load(base / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def write_card(base: Path, folder: Path, name: str, manifest: Manifest, dtype: str, proof: str) -> None:
     """Write README.md: base, licence ("see the base model" where its card names none), how it was made, the proof."""
-    card = _front_matter(base)
-    front = {"base_model": base_name(base), "library_name": "transformers", "pipeline_tag": "text-generation"}
+    card, base_model = _front_matter(base), base_name(base)
+    front = {"base_model": base_model, "library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card[key] for key in ("license", "license_name", "license_link", "language") if key in card}
     licence = card.get("license_name") or card.get("license") or "see the base model"
     method = {"lora": "LoRA (folded into the weights)", "full": "full fine-tuning"}[manifest.method]
-    text = f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
----
-# {name}
-
-- Base model: {base_name(base)}
-- Licence: {licence}
-- Made by fullshard {version("fullshard")}: {method}, step {manifest.step}, stored as {dtype}
-- {proof[0].upper()}{proof[1:]}, merged model against training state
-"""
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    how = f"fullshard {version('fullshard')}: {method}, step {manifest.step}, stored as {dtype}"
+    facts = {"front": yaml.safe_dump(front, sort_keys=False).strip(), "name": name, "base": base_model}
+    facts |= {"licence": licence, "how": how, "proof": proof[0].upper() + proof[1:]}
+    text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(text.format(**facts), encoding="utf-8")

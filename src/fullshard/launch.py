@@ -17,6 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -145,7 +146,7 @@ def prepare_run(
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)
         plan = make_plan(config, ranks)
-        write_json(run / run_folder.PLAN, plan.to_json())
+        write_json(run / run_folder.PLAN, asdict(plan))
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise

@@ -4,6 +4,7 @@ The merged folder holds the names of the base's weight files, in their order: a 
 trained values as its twin, so that no stale copy can untie them; stacked experts go back to one tensor an expert.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -36,7 +37,7 @@ class ExactWeights:
         """The flattened exact values in order, a block of rows at a time."""
         canonical = self._names.canonical.get(name, name)
         shape = self._names.shapes[name] if name in self._names.shapes else self._names.weights.shape(name)
-        row_size = torch.Size(shape[1:]).numel()
+        row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
             if canonical in self._trained:

@@ -6,6 +6,7 @@ from transformers' own conversion table (``get_model_conversion_mapping``), run 
 it needs, convert, slice, drop. The same table reversed gives the export its original names.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -64,15 +65,20 @@ class WeightMap:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
-        if stop is None:
-            stop = torch.Size(self._state[name]).numel()
+        stop = math.prod(self._state[name]) if stop is None else stop
         name = self._source_name(name)
         group = self._outputs[name]
         if group.converter is not None:
             return self._converted(group)[name].reshape(-1)[start:stop]
-        if name in self._grown:
-            return self._read_grown(name, start, stop)
-        return _read_range(self.files, group.sources[0][1], start, stop)
+        file_name = group.sources[0][1]
+        shape = self.files.shape(file_name)
+        if not shape:
+            return self.files.read(file_name).reshape(-1)
+        width = math.prod(shape[1:])
+        first, last = start // width, -(-stop // width)
+        read_rows = self._read_grown if name in self._grown else self.files.read
+        rows = read_rows(file_name, first, last).reshape(-1)  # the covering rows, no others
+        return rows[start - first * width : stop - first * width]
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
@@ -170,12 +176,11 @@ class WeightMap:
         for name, value in parameters.items():
             converter.add_tensor(first, name, renamed[name][1], value)
         made = _single(converter.convert(first, config=self._config))
-        by_plain_name = {self._without_prefix(name): value for name, value in made.items()}
-        names = {
-            name: self._without_prefix(core_model_loading.apply_renamings(name, self._renamings))
-            for _, name in group.sources
-        }
-        return {name: by_plain_name[plain] for name, plain in names.items()}
+        plain = {self._without_prefix(name): value for name, value in made.items()}
+        originals = [name for _, name in group.sources]
+        renamed_back = [core_model_loading.apply_renamings(name, self._renamings) for name in originals]
+        pairs = zip(originals, renamed_back, strict=True)
+        return {name: plain[self._without_prefix(stored)] for name, stored in pairs}
 
     def _without_prefix(self, name: str) -> str:
         return name.removeprefix(f"{self._prefix}.")
@@ -221,34 +226,20 @@ class WeightMap:
             message = f"{name}: config.json means {expected}, the file holds {found}."
             raise ModelError(message, f"The config.json and the weights of {self._where} do not belong together.")
 
-    def _read_grown(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A range of a vocabulary tensor: old rows from the file, new ones the mean of the old."""
-        file_name = self._outputs[name].sources[0][1]
-        num_old, width = self.files.shape(file_name)[0], torch.Size(self._state[name][1:]).numel()
-        if name not in self._means:
-            old = self.files.read(file_name).float().reshape(num_old, -1)
+    def _read_grown(self, file_name: str, first: int, last: int) -> torch.Tensor:
+        """Rows of a vocabulary tensor: old ones from the file, new ones the mean of the old."""
+        num_old, *width = self.files.shape(file_name)
+        if file_name not in self._means:
             kept = [row for row in range(num_old) if row not in set(self._new_ids)]
-            self._means[name] = old[kept].mean(0).to(self.files.read(file_name, 0, 1).dtype)
-        first, last = start // width, -(-stop // width)
-        rows = self._means[name].repeat(last - first, 1)
-        stored = min(last, num_old)
-        if first < stored:
-            rows[: stored - first] = self.files.read(file_name, first, stored).reshape(stored - first, width)
+            mean = self.files.read(file_name).float()[kept].mean(0)
+            self._means[file_name] = mean.to(self.files.read(file_name, 0, 1).dtype)
+        rows = self._means[file_name].repeat(last - first, *[1] * len(width))
+        if (stored := min(last, num_old)) > first:
+            rows[: stored - first] = self.files.read(file_name, first, stored)
         for row in self._new_ids:
             if first <= row < last:
-                rows[row - first] = self._means[name]
-        return rows.reshape(-1)[start - first * width : stop - first * width]
-
-
-def _read_range(files: WeightFiles, name: str, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a flattened file tensor, 1-d: reads the covering rows, copies nothing else."""
-    shape = files.shape(name)
-    if not shape:
-        return files.read(name).reshape(-1)
-    row_elements = torch.Size(shape[1:]).numel()
-    first_row = start // row_elements
-    rows = files.read(name, first_row, -(-stop // row_elements)).reshape(-1)
-    return rows[start - first_row * row_elements : stop - first_row * row_elements]
+                rows[row - first] = self._means[file_name]
+        return rows
 
 
 def _single(made: dict[str, Any]) -> dict[str, torch.Tensor]:

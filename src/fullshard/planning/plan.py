@@ -1,7 +1,6 @@
 """A finished plan: what a run needs and how its batches lie, ready to print and to store."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fullshard.planning.memory import Line
 
@@ -40,10 +39,6 @@ class Plan:
     notes: tuple[str, ...]
     card: str = ""  # of --devices: the plan is for machines that are not here
     is_assumed: bool = False  # rows and tokens were not read from any file
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for plan.json."""
-        return asdict(self)
 
     def to_text(self) -> str:
         """The report, of several lines."""

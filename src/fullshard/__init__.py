@@ -31,7 +31,18 @@ _PLACES = {
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
 }
 
-__all__ = ["__version__", *_PLACES]
+__all__ = [
+    "UserError",
+    "__version__",
+    "evaluate_run",
+    "generate_text",
+    "load_config",
+    "make_plan",
+    "merge_run",
+    "prepare_data",
+    "resume_run",
+    "train_run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import gc
 import json
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fullshard
+from fullshard.doctor import check_machine
 from fullshard.errors import Blame, ConfigError, UserError
 from fullshard.run_folder import free_run, write_json
 
@@ -33,35 +34,25 @@ MAX_NEW_TOKENS = 16  # the longest answer has 12 tokens, and its stop
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What the quickstart made and measured; ``base`` and ``tuned``: an EvalResult by language."""
+    """What the quickstart made and measured; ``held_out``: the EvalResult of each language, with the base's."""
 
     run: Path
     recipe: Path
     merged: Path
     seconds: float
-    base: dict[str, Any]
-    tuned: dict[str, Any]
+    held_out: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Figures and all answers, as written to quickstart.json."""
-        held_out = {}
-        for language, tuned in self.tuned.items():
-            base = self.base[language]
-            answers = [
-                {"question": after.prompt, "base": before.answer, "tuned": after.answer, "expected": after.expected}
-                for before, after in zip(base.answers, tuned.answers, strict=True)
-            ]
-            figures = {"loss_before": base.loss, "loss_after": tuned.loss}
-            figures |= {"correct_before": base.num_correct, "correct_after": tuned.num_correct}
-            held_out[language] = {"rows": tuned.rows, **figures, "answers": answers}
         places = {"run": str(self.run), "recipe": str(self.recipe), "merged": str(self.merged)}
+        held_out = {language: found.to_json() for language, found in self.held_out.items()}
         return {**places, "seconds": round(self.seconds, 1), "held_out": held_out}
 
     def to_text(self) -> str:
         """Held-out loss and exact match before and after, one line a language."""
         lines = []
-        for language, tuned in self.tuned.items():
-            base, count = self.base[language], tuned.num_answers
+        for language, tuned in self.held_out.items():
+            base, count = tuned.base, tuned.num_answers
             matches = f"{base.num_correct} of {count} -> {tuned.num_correct} of {count} ({tuned.exact_match or 0:.0%})"
             lines.append(f"{language}: held-out loss {base.loss:.2f} -> {tuned.loss:.2f}, exact match {matches}")
         return "\n".join(lines)
@@ -113,14 +104,15 @@ def run_quickstart(
     print(merged.to_text())
 
     _heading(console, "6 Before and after, on questions that training never saw")
-    tuned = _evaluate(merged.folder, console)
-    result = QuickstartResult(Path(trained.run), recipe, merged.folder, time.monotonic() - started, base, tuned)
+    held_out = _evaluate(merged.folder, console)
+    held_out = {language: replace(found, base=base[language]) for language, found in held_out.items()}
+    result = QuickstartResult(Path(trained.run), recipe, merged.folder, time.monotonic() - started, held_out)
     console.print(answer_table(result))
     write_json(result.run / SUMMARY, result.to_json())
     print(result.to_text())
     if model is None:
         print("The built-in model is weak in Chinese: it learns these few answers, and little else. Counted apart.")
-    num_answers = sum(len(found.answers) for found in tuned.values())
+    num_answers = sum(len(found.answers) for found in held_out.values())
     print(f"All {num_answers} answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
     print(f"Next: fullshard chat {merged.folder} --system help")
     print("Your own job: fullshard init MODEL DATA")
@@ -157,10 +149,10 @@ def answer_table(result: QuickstartResult) -> Table:
     table = Table(show_lines=True)
     for name in ("question", "base answer", "tuned answer", "expected"):
         table.add_column(name, overflow="fold")  # Chinese has no spaces to break lines at
-    for language, tuned in result.tuned.items():
+    for language, tuned in result.held_out.items():
         count, shown = len(tuned.answers), min(SHOWN[language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):
-            before, after = result.base[language].answers[index], tuned.answers[index]
+            before, after = tuned.base.answers[index], tuned.answers[index]
             mark, style = ("✓", "green") if after.correct else ("✗", "red")
             answers = _short(before.answer), _short(f"{mark} {after.answer}", style)
             table.add_row(Text(after.prompt), *answers, Text(after.expected))
@@ -175,8 +167,6 @@ def _short(answer: str, style: str = "") -> Text:
 
 
 def _check_machine(console: Console) -> None:
-    from fullshard.doctor import check_machine
-
     _heading(console, "1 Machine")
     with console.status("checking"):
         report = check_machine()

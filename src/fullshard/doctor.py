@@ -162,10 +162,9 @@ def _check_products() -> Check:
     kind = device_kind()
     rates = measure_rates(kind, read_host().cores)
     faster = "bf16" if rates.bf16 > 1.2 * rates.fp32 or (kind != "cpu" and rates.bf16) else "fp32"
-    figures = (
-        f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s a {'core' if kind == 'cpu' else 'device'}"
-    )
-    return Check("timed products", "ok", f"{figures}: precision auto means {faster}")
+    figures = f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s"
+    where = "a core" if kind == "cpu" else "a device"
+    return Check("timed products", "ok", f"{figures} {where}: precision auto means {faster}")
 
 
 def _check_cache() -> Check:

@@ -4,8 +4,6 @@ Everything that can fail cheaply (folder, data, plan) is prepared before any ran
 folder, shared by all nodes, and the standard environment variables. The first failure ends all. More: DESIGN.md, 11.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform
@@ -280,7 +278,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
     return _run_as_rank(run, None, quiet, ranks)
 
 
-def _require_shared(run: Path, ranks: Ranks) -> None:
+def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
     token = run / f".{ranks.broadcast_object(uuid.uuid4().hex)}"
 
@@ -306,7 +304,7 @@ def _require_shared(run: Path, ranks: Ranks) -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _require_same_data(run: Path, ranks: Ranks) -> None:
+def _require_same_data(run: Path, ranks: "Ranks") -> None:
     """DataError on all ranks where they do not all see the same prepared data."""
     prepared = run / run_folder.PREPARED
     hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
@@ -315,7 +313,7 @@ def _require_same_data(run: Path, ranks: Ranks) -> None:
         ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
 
 
-def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks | None = None) -> Any:
+def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks | None" = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks

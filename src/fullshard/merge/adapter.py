@@ -67,9 +67,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     for name in found:
         shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
         if expected is None:
-            message = (
-                f"{name} does not fit the base model: with the checkpoint's settings it has no such adapter tensor."
-            )
+            message = f"{name} does not fit the base model: with the checkpoint's settings it has no such adapter."
             raise MergeError(message, ASK_BASE)
         if shape != expected:
             raise MergeError(f"{name} has shape {shape}; rank {rank} on this base needs {expected}.", ASK_BASE)

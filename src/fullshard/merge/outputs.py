@@ -89,9 +89,8 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
             raise MergeError(message, ASK_BASE)
     absent = [name for name in names.canonical.values() if name not in trained and name not in names.frozen]
     if is_full and absent:
-        message = (
-            f"The checkpoint of a full fine-tuning lacks {absent[0]} ({len(set(absent))} of the model's parameters)."
-        )
+        lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
+        message = f"The checkpoint of a full fine-tuning lacks {lacking}."
         raise MergeError(message, "Use another step.")
     return set(trained)
 

@@ -4,8 +4,6 @@ Models are transformers' own classes. Weight files are safetensors; every read n
 touches only its own ranges.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -182,7 +180,7 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
-def load_buffers(model: nn.Module, weights: WeightMap) -> int:
+def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
     """Fill the persistent buffers from the files, then refuse any float buffer that holds NaN; returns their number.
 
     Covers: buffers that ``build_on_meta`` made and those that a file holds.

@@ -267,10 +267,9 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
     kind = "host memory that is free now, shared by the ranks" if machine.kind == "cpu" else "device memory"
     largest = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)[:3]
     causes = ", ".join(f"{line.cause} {format_bytes(line.bytes)}" for line in largest)
-    message = (
-        f"The job does not fit: at its smallest it needs {format_bytes(best.peak_bytes)} a rank on {num_ranks} ranks;"
-        f" {format_bytes(machine.usable_bytes(num_ranks))} a rank may be used ({kind}). Largest causes: {causes}."
-    )
+    most, usable = format_bytes(best.peak_bytes), format_bytes(machine.usable_bytes(num_ranks))
+    needs = f"at its smallest it needs {most} a rank on {num_ranks} ranks; {usable} a rank may be used ({kind})"
+    message = f"The job does not fit: {needs}. Largest causes: {causes}."
     if lines:
         return PlanError(message, "\n".join(["Changes that fit, cheapest first:", *lines]))
     hint = f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory."

@@ -32,11 +32,8 @@ ERRORS = "errors"  # one file per rank that failed
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON to ``path`` whole or not at all (temporary name, fsync, rename)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync_path(temporary)
     os.replace(temporary, path)
 
 

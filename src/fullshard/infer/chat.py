@@ -1,6 +1,7 @@
 """A conversation in the terminal: answers appear word by word; works with a keyboard and with piped lines."""
 
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -98,16 +99,17 @@ def _answer(answerer: Answerer, messages: list[Any], system: str | None, setting
     """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
     prompt = messages if answerer.has_template else messages[-1]["content"]
     ids = prompt_tokens(answerer, prompt, system)
-    most = settings.max_new_tokens
+    settings = copy(settings)
     if answerer.max_positions is not None:
-        most = min(most, max(1, answerer.max_positions - len(ids)))
+        settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))
+    most = settings.max_new_tokens
     check_length(answerer, len(ids), most, "The conversation")
     streamer = ConsoleStreamer(answerer.tokenizer, out)
     input_ids = torch.tensor([ids], device=answerer.model.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "streamer": streamer}
     try:
         with torch.inference_mode():
-            output = answerer.model.generate(**inputs, generation_config=settings, max_new_tokens=most)
+            output = answerer.model.generate(**inputs, generation_config=settings)
         if output.shape[1] - len(ids) == most and output[0, -1].item() not in answerer.stop_ids:
             out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:

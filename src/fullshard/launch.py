@@ -53,7 +53,7 @@ def train_run(
     config, text = _read_recipe(recipe, overrides)
     run = Path(config.output)
     prepare_run(config, run, ranks, quiet, text, [])
-    return _launch(run, ranks or _planned_ranks(run), None, quiet)
+    return _launch(run, ranks, None, quiet)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
@@ -68,7 +68,7 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         _require_shared(run, here)
         return _run_as_rank(run, number, quiet, here)
     number = _step_to_resume(run, step)
-    return _launch(run, ranks or _planned_ranks(run), number, quiet)
+    return _launch(run, ranks, number, quiet)
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -175,10 +175,6 @@ def _environment() -> dict[str, Any]:
     return {**machine, "torch_build": torch.__version__, **devices}
 
 
-def _planned_ranks(run: Path) -> int:
-    return int(read_json(run / run_folder.PLAN)["ranks"])
-
-
 def _started_by_launcher() -> bool:
     """Whether this process is a rank already (torchrun, Slurm or Kubernetes wrappers)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -189,7 +185,7 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> Any:
+def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) -> Any:
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -197,8 +193,9 @@ def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> 
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
+    ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=0, **meeting)
+    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
     arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), "quiet" if quiet else "loud"]
     sys.stdout.flush()
     try:

@@ -14,7 +14,7 @@ from fullshard.model.weight_map import WeightMap
 
 
 class ModelNames:
-    """Names, shapes and adapters of a model's parameters, and its weights in the base's files."""
+    """Names and adapters of a model's parameters, and its weights in the base's files."""
 
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
         """Build the model of ``base/config.json``; ``adapter``: the settings that a LoRA checkpoint names.
@@ -26,7 +26,6 @@ class ModelNames:
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         # every parameter name, tied ones included -> the name it is trained under
         self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
         self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model

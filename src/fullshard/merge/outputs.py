@@ -36,7 +36,7 @@ class ExactWeights:
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
         canonical = self._names.canonical.get(name, name)
-        shape = self._names.shapes[name] if name in self._names.shapes else self._names.weights.shape(name)
+        shape = self._names.weights.shape(name)
         row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
@@ -82,9 +82,9 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
     """Names of the base parameters that the checkpoint holds; for a full fine-tuning it must hold them all."""
     trained = {name: stored for name, stored in checkpoint.weights.items() if is_full or ".lora_" not in name}
     for name, stored in trained.items():
-        if names.canonical.get(name) != name or stored.shape != names.shapes[name]:
-            known = name in names.shapes
-            expected = f"it has shape {names.shapes[name]} there" if known else "it has no such parameter"
+        shape = names.weights.shape(name) if name in names.canonical else None
+        if names.canonical.get(name) != name or stored.shape != shape:
+            expected = f"it has shape {shape} there" if shape is not None else "it has no such parameter"
             message = f"{name} {stored.shape} of the checkpoint does not fit the base model: {expected}."
             raise MergeError(message, ASK_BASE)
     absent = [name for name in names.canonical.values() if name not in trained and name not in names.frozen]

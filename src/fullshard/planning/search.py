@@ -400,7 +400,7 @@ def measure_work(
     """Lay out the run's first windows as training will, and scale to all of them: (work of a rank, a step, steps)."""
     lengths = np.minimum(volume.lengths, config.data.max_length)
     quantity = parse_quantity(config.train.global_batch)
-    first = windows(lengths, config.train.seed, 0, quantity)
+    first = windows(lengths, config.train.seed, 0, quantity, config.train.drop_last)
     per_epoch = len(first)
     num_steps = len(windows_of_run(lengths, config.train))
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]

@@ -304,7 +304,11 @@ SILENT = CHATML.replace("{{ '<|im_start|>'", "{% if turn.role != 'developer' %}{
 @pytest.mark.parametrize(
     ("template", "role", "row"),
     [
-        (GEMMA, "system", "<bos> <start_of_turn> user sun red <end_of_turn> <start_of_turn> model ^blue ^<end_of_turn>"),
+        (
+            GEMMA,
+            "system",
+            "<bos> <start_of_turn> user sun red <end_of_turn> <start_of_turn> model ^blue ^<end_of_turn>",
+        ),
         (SILENT, "developer", "<|im_start|> user sun red <|im_end|> <|im_start|> assistant ^blue ^<|im_end|>"),
     ],
 )
@@ -321,7 +325,9 @@ def test_system_text_that_the_template_does_not_take_goes_into_the_question(
     batches = [found for _, found in BatchRenderer(Renderer(tokenizer)).render(rows)]
     assert [[row.ids for row in found] for found in batches] == [[expected(row)[0]]] * 9
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"The chat template takes no {role} message: its text is put at the start of the first user message."]
+    assert said == [
+        f"The chat template takes no {role} message: its text is put at the start of the first user message."
+    ]
     everything = Renderer(tokenizer, "all").chat([messages[0], messages[1] | {"train": False}, messages[2]])
     assert sum(everything[0].supervised) < len(everything[0].ids) - 3  # the question with the text is not learned
 

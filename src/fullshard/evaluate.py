@@ -122,7 +122,7 @@ def evaluate_run(
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}
     if columns := settings.get("columns"):  # a run writes its held-out rows as messages or text, whatever they were
-        records = (record for _, records in open_records(str(data), "huggingface") for _, record in records)
+        records = (record for file in open_records(str(data), "huggingface") for _, record in file[1])
         first = next((record for record in records if isinstance(record, dict)), {})
         settings = settings | {"columns": columns if first.keys() & columns.keys() else None}
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})

@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from tiny_models import make_model, make_tokenizer
+from tiny_models import K2_TEMPLATE, ids_of, make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
-from fullshard.data.prepared import write_held_out
+from fullshard.data.prepared import open_prepared, prepare, write_held_out
 from fullshard.errors import DataError
 from fullshard.evaluate import _conclusion, evaluate_run
-from fullshard.infer.generate import generate_text, load_for_inference
+from fullshard.infer.generate import generate_text, load_for_inference, prompt_tokens
 
 QUESTIONS = ["red blue", "sun", "moon star sky", "one two three four five six"]
 
@@ -132,6 +132,24 @@ def test_held_out_rows_of_a_run_with_columns(tmp_path):
     with pytest.raises(DataError, match="no known shape"):
         (tmp_path / "text.jsonl").write_text('{"other": "red blue"}\n')
         evaluate_run(merged, tmp_path / "text.jsonl")
+
+
+def test_a_refused_system_text_is_the_same_for_training_eval_and_answers(tmp_path):
+    """It stands at the start of the first user message, everywhere."""
+    refusing = "{{ raise_exception('none') if messages[0]['role'] == 'system' }}" + K2_TEMPLATE
+    model = make_tokenizer(make_model(tmp_path / "model", initializer_range=0.4), chat_template=refusing)
+    (tmp_path / "rows.jsonl").write_text('{"question": "red", "answer": "blue"}\n')
+    (tmp_path / "by_hand.jsonl").write_text('{"question": "sun\\n\\nred", "answer": "blue"}\n')
+    section = {"train": str(tmp_path / "rows.jsonl"), "system": "sun", "max_length": 16}
+    prepare(config_from_dict({"model": {"path": str(model)}, "data": section, "output": "run"}), tmp_path / "prepared")
+    prompt = ids_of("<bos> <|user|> sun red <|end|> <|assistant|>")
+    row = open_prepared(tmp_path / "prepared", "train").row(0)[0].tolist()
+    assert row == [*prompt, *ids_of("blue <|end|>")]
+    answerer = load_for_inference(model)
+    assert prompt_tokens(answerer, "red", "sun") == prompt
+    told = evaluate_run(answerer, tmp_path / "rows.jsonl", settings={"system": "sun"})
+    by_hand = evaluate_run(answerer, tmp_path / "by_hand.jsonl", settings={})
+    assert (told.loss, told.answers[0].answer) == (by_hand.loss, by_hand.answers[0].answer)
 
 
 def test_rows_of_one_line_are_kept_apart(tmp_path, folders):

@@ -27,18 +27,14 @@ from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
 RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
+MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the square
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
 QUESTION = {"role": "user", "content": "x"}
 READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # transformers passes it under all three
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-NO_TEMPLATE_HINT = (
-    "Take an instruction-tuned model (its folder has a chat template), or train on plain text: rows with one column and"
-    " data.columns: {body: text} in the recipe."
-)
-TEMPLATE_HINT = (
-    "Repair the folder's chat_template ({% generation %} around answers), or change data.template_arguments."
-)
+NO_TEMPLATE_HINT = "Take an instruction-tuned model, or train on plain text: data.columns: {body: text} in the recipe."
+TEMPLATE_HINT = "Repair the chat_template ({% generation %} around answers), or change data.template_arguments."
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,7 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
             raise DataError(
                 f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has"
                 f" {num_rows} rows (ids 0 to {num_rows - 1}).",
-                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token that the model"
-                " has (eos serves as pad here).",
+                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token of the model.",
             )
 
 
@@ -124,9 +119,8 @@ def choose_pad_id(tokenizer: Any) -> int:
 
 def template_hash(tokenizer: Any) -> str | None:
     """First 16 hex digits of the SHA-256 of the chat template, or of all where there are several; None without one."""
-    if not tokenizer.chat_template:
-        return None
-    return hashlib.sha256(_template_text(tokenizer).encode()).hexdigest()[:16]
+    text = _template_text(tokenizer)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else None
 
 
 def _template_text(tokenizer: Any) -> str:
@@ -176,6 +170,10 @@ class Renderer:
         asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
         if asked and self.loss_on != "all":
             raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")
+        if len(messages) > MOST_MESSAGES:
+            raise DataError(
+                f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read.", "Split the conversation."
+            )
         messages = self._begin(messages, tools)
         learned = [message.get("train") is not False for message in messages]
         given = [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in messages)]
@@ -208,8 +206,7 @@ class Renderer:
         """Token ids of the last message, an assistant's, as training sees them, with the end-of-turn token."""
         if not _says_something(messages[-1]):
             return []
-        messages = self._begin(messages, tools)
-        turn = self._turn(messages, len(messages) - 1)
+        turn = self._turn(begun := self._begin(messages, tools), len(begun) - 1)
         return turn.encoded.ids[turn.start : turn.end]
 
     def plain_text(self, text: str) -> Rendered:
@@ -299,12 +296,10 @@ class Renderer:
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
-            problem = (
-                f"The chat template ignores add_generation_prompt: the role header {header!r} would be trained on."
-                if header
-                else "The chat template's generation prompt (add_generation_prompt) does not begin the rendered"
-                f" assistant turn: it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
-            )
+            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
+            problem = f"The chat template's generation prompt does not begin the rendered assistant turn: {ends}"
+            if header:
+                problem = f"The chat template ignores add_generation_prompt: its header {header!r} would be learned."
             raise DataError(problem, TEMPLATE_HINT)
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
@@ -327,8 +322,7 @@ class Renderer:
         """What stands before the answer in a conversation that begins with it: up to the generation prompt's text."""
         before, mark, _ = through.partition(self._text([QUESTION], True).removeprefix(self._text([QUESTION])) or "\0")
         if not mark.strip():
-            message = "The conversation begins with the assistant, and the chat template does not show where its turn"
-            raise DataError(f"{message} begins.", "Put a user message first, or leave such rows out.")
+            raise DataError("The template does not show where a first assistant turn begins.", "Begin with a user.")
         return before + mark
 
     def _token_after(self, prompt: str, encoded: Encoded) -> int:
@@ -386,9 +380,7 @@ class Renderer:
 
 
 def _says_something(message: Message) -> bool:
-    return any(
-        (message.get("content") or "").strip() or message.get(key) for key in ("tool_calls", "reasoning_content")
-    )
+    return bool((message.get("content") or "").strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
 def _common(first: str, second: str) -> str:

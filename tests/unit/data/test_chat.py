@@ -125,6 +125,13 @@ def test_no_template_and_wrong_roles(tokenizer_with):
     assert row.ids == ids_of("<bos> <|assistant|> green <|end|>") and positions(row.supervised) == [2, 3]
 
 
+def test_a_conversation_without_end_is_refused_at_once(tokenizer_with):
+    """Each turn is rendered with all before it: 100,000 messages would take days."""
+    with pytest.raises(DataError, match="100,000 messages; at most 4,000 are read") as caught:
+        Renderer(tokenizer_with()).chat(QUESTION * 50_000)
+    assert "Split" in caught.value.hint
+
+
 def test_rows_without_an_answer_supervise_nothing(tokenizer_with):
     tokenizer = tokenizer_with()
     assert positions(Renderer(tokenizer).chat(QUESTION[:1])[0].supervised) == []

@@ -30,6 +30,7 @@ CHINESE = {
     "per_device_train_batch_size": "不写时由 plan 选择",
     "gradient_accumulation_steps": "由 plan 根据 train.global_batch 和 train.micro_batch 决定；"
     "train.global_batch 是一整步的样本数，所有 rank 合计",
+    "dataloader_drop_last": "每个 epoch 最后不满的一批",
     "warmup_ratio": "小于 1 是占总步数的比例，否则是步数",
     "bf16": "主权重始终是 fp32",
     "fp16": "尚未支持 fp16；用 bf16，设备没有 bf16 时用 fp32",

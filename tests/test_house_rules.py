@@ -55,9 +55,9 @@ RECIPE_KEY_LINES = """
     data.template_arguments data.loss_on data.too_long
     method
     lora.rank lora.alpha lora.targets lora.variant
-    train.epochs train.max_steps train.learning_rate train.global_batch train.micro_batch train.precision
-    train.optimizer train.weight_decay train.schedule train.warmup train.clip_norm train.recompute train.eval_every
-    train.save_every train.keep_last train.router_loss train.seed
+    train.epochs train.max_steps train.learning_rate train.global_batch train.drop_last train.micro_batch
+    train.precision train.optimizer train.weight_decay train.schedule train.warmup train.clip_norm train.recompute
+    train.eval_every train.save_every train.keep_last train.router_loss train.seed
     engine
     output
 """

@@ -145,6 +145,7 @@ class TrainSection(Section):
         default=None, gt=0, description="Peak learning rate. Default: 1e-4 for lora, 1e-5 for full."
     )
     global_batch: str = Field(default="32 rows", description='Documents per step: "64 rows" or "65536 tokens".')
+    drop_last: bool = Field(default=False, description="Leave out an epoch's last window where it is not full.")
     micro_batch: str | None = Field(
         default=None,
         description='Documents per rank and forward: "4 rows" or "4096 tokens". Default: the plan chooses.',

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from fullshard.config import DataSection
 from fullshard.data.chat import Renderer, choose_pad_id
+from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
@@ -119,6 +121,10 @@ def evaluate_run(
         settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}
+    if columns := settings.get("columns"):  # a run writes its held-out rows as messages or text, whatever they were
+        records = (record for file in open_records(str(data), "huggingface") for _, record in file[1])
+        first = next((record for record in records if isinstance(record, dict)), {})
+        settings = settings | {"columns": columns if first.keys() & columns.keys() else None}
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
@@ -146,13 +152,8 @@ def _evaluate(
     used, left_out = _render_rows(answerer, rows, section)
     say = progress or (lambda what, done, total: None)
     say("loss", 0, len(used))
-    loss = held_out_loss(
-        LossModel(answerer.model),
-        used,
-        (batch_size, "rows"),
-        choose_pad_id(answerer.tokenizer),
-        answerer.model.device,
-    )
+    pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
+    loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
     say("loss", len(used), len(used))
     answers, skipped = _answers(answerer, rows, max_new_tokens, batch_size, say)
     return EvalResult(
@@ -193,34 +194,28 @@ def _answers(
 
     A tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``.
     """
-    asked = [row for row in rows if row.messages and row.messages[-1]["role"] == "assistant"]
-    asked = [row for row in asked if len(row.messages) > 1]
+    asked = [row for row in rows if len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
-    taught = {row.origin: answerer.renderer.answer(row.messages, row.tools) for row in asked}
+    taught = [answerer.renderer.answer(row.messages, row.tools) for row in asked]
     if max_new_tokens is None:
-        max_new_tokens = max(len(ids) for ids in taught.values()) + SPARE_TOKENS
+        max_new_tokens = max(map(len, taught)) + SPARE_TOKENS
     limit = answerer.max_positions or NO_LIMIT
     fitting, prompts, left_out = [], [], []
-    for row in asked:
+    for row, wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         room = limit - len(ids)
         if room < max_new_tokens:
             left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {max_new_tokens} new ones (answer)")
         else:
-            fitting.append(row)
+            fitting.append((row, wanted))
             prompts.append(ids)
-    generated = generate_ids(
-        answerer,
-        prompts,
-        max_new_tokens,
-        batch_size=batch_size,
-        progress=lambda done, total: say("answers", done, total),
-    )
+    said = partial(say, "answers")
+    generated = generate_ids(answerer, prompts, max_new_tokens, batch_size=batch_size, progress=said)
     answers = []
-    for row, ids in zip(fitting, generated, strict=True):
+    for (row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(answerer, ids).strip()
-        expected = decode(answerer, taught[row.origin]) if last.get("tool_calls") else last["content"]
+        expected = decode(answerer, wanted) if last.get("tool_calls") else last["content"]
         is_correct = _conclusion(answer) == _conclusion(expected)
         answers.append(Answer(row.origin, row.messages[-2]["content"], expected.strip(), answer, is_correct))
     return answers, left_out

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from families import FAMILIES
 from rank_pool import pool
-from test_training import SGD, losses_of, make_run, train_on_ranks
+from test_training import SGD, make_run, train_on_ranks, weights_of
 from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from fullshard.errors import ConfigError
 from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.load import attention_for, read_config
+from fullshard.run_folder import METRICS
 from fullshard.train.loss import LossModel
 
 ROWS = [torch.arange(8, 14), torch.arange(20, 27)]  # A of 6 tokens, B of 7
@@ -89,19 +92,27 @@ def test_packed_gradients_equal_the_separate_ones(tmp_path, family):
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "falcon"])
-def test_packed_and_unpacked_runs_have_one_loss(tmp_path, num_ranks, family):
+def test_packed_and_unpacked_runs_are_one_on_1_to_4_ranks(tmp_path, family):
+    """Losses and gradient norms of two steps, and the weights after them (SGD: their change is the gradients)."""
     words = make_tokenizer(make_model(tmp_path / "words"))
     make_tokenizer(make_model(tmp_path / "model", family))
-    losses = []
-    for packing in (False, True):
-        run = tmp_path / f"run_{packing}"
-        values = make_run(run, words, packing=packing, max_steps=2, **SGD).model_dump(exclude_unset=True)
-        values["model"]["path"] = str(tmp_path / "model")
-        pool(num_ranks).run(train_on_ranks, str(run), values, [64, "tokens"])
-        losses.append(losses_of(run))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    wanted = None
+    for num_ranks in (1, 2, 3, 4):
+        for packing in (False, True):
+            run = tmp_path / f"run_{num_ranks}_{packing}"
+            values = make_run(run, words, packing=packing, max_steps=2, **SGD).model_dump(exclude_unset=True)
+            values["model"]["path"] = str(tmp_path / "model")
+            pool(num_ranks).run(train_on_ranks, str(run), values, [64, "tokens"])
+            records = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+            steps = [record for record in records if record["kind"] == "train"]
+            wanted = wanted or (steps, weights_of(run, 2))
+            for key in ("loss", "gradient_norm"):
+                found = [step[key] for step in steps]
+                assert found == pytest.approx([step[key] for step in wanted[0]], rel=1e-5), (num_ranks, packing, key)
+            assert [step["row_ids"] for step in steps] == [step["row_ids"] for step in wanted[0]]
+            for name, value in weights_of(run, 2).items():
+                torch.testing.assert_close(value, wanted[1][name], rtol=0, atol=1e-6, msg=f"{name} {num_ranks}")
 
 
 def refusal(ranks, run: str, values: dict) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rank_pool import pool
 from test_training import train_on_ranks
-from tiny_models import EOS, K2_TEMPLATE, VOCABULARY, ids_of, make_model, make_tokenizer
+from tiny_models import END, EOS, K2_TEMPLATE, VOCABULARY, ids_of, make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
 from fullshard.data.prepared import open_prepared, prepare
@@ -67,6 +67,21 @@ def test_answers_end_in_eos_where_pad_equals_it(tmp_path, steps):
         )
         assert ids[0, prompt.shape[1] :].tolist() == [*ids_of(answer), EOS]
         assert generate_text(answerer, [question], 12) == [answer]
+
+
+@pytest.mark.parametrize("changes", [{"pad_token": "<eos>"}, {"pad_token": "<|end|>", "eos_token": "<|end|>"}])
+def test_the_supervised_end_of_turn_is_a_stop_id_of_the_export(tmp_path, changes):
+    """<|end|> ends the answers: it stops the export beside the base's own ids, also where pad equals eos or it."""
+    base = make_tokenizer(make_model(tmp_path / "base"), **changes)
+    merged = train_and_merge(tmp_path, base, [{"question": "red", "answer": "blue"}], 40, batch="1 rows")
+    for name in ("generation_config.json", "config.json"):
+        assert {EOS, END} <= set(json.loads((merged / name).read_text())["eos_token_id"])
+    answerer = load_for_inference(merged)
+    assert {EOS, END} <= set(answerer.stop_ids)
+    prompt = torch.tensor([prompt_tokens(answerer, "red")])
+    ids = answerer.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, eos_token_id=63)
+    assert ids[0, prompt.shape[1] :][:2].tolist() == [*ids_of("blue"), END]
+    assert generate_text(answerer, ["red"], 9) == ["blue"]
 
 
 def test_a_pad_token_outside_the_table(tmp_path):

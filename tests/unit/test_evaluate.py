@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
-from tiny_models import make_model, make_tokenizer
+from tiny_models import K2_TEMPLATE, ids_of, make_model, make_tokenizer
 
+from fullshard.config import config_from_dict
+from fullshard.data.prepared import open_prepared, prepare, write_held_out
 from fullshard.errors import DataError
 from fullshard.evaluate import _conclusion, evaluate_run
-from fullshard.infer.generate import generate_text, load_for_inference
+from fullshard.infer.generate import generate_text, load_for_inference, prompt_tokens
 
 QUESTIONS = ["red blue", "sun", "moon star sky", "one two three four five six"]
 
@@ -107,6 +109,64 @@ def test_rows_are_read_as_the_run_read_them(tmp_path, folders):
     by_hand = evaluate_run(merged, path, settings={"columns": settings["columns"]})
     assert by_record.rows == 1
     assert by_record.loss != pytest.approx(by_hand.loss, rel=1e-6)  # the system message is in the prompt
+
+
+def test_held_out_rows_of_a_run_with_columns(tmp_path):
+    """A run writes them as messages or text; the columns of its own files are not looked for in them."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"q": word, "a": "blue"}) + "\n" for word in ("red", "sun", "sky", "sea")))
+    merged = make_tokenizer(make_model(tmp_path / "merged"))
+    columns = {"q": "user", "a": "assistant"}
+    (merged / "merge.json").write_text(json.dumps({"settings": {"columns": columns, "system": "moon"}}))
+    values = {"model": {"path": str(merged)}, "output": "run"}
+    config = config_from_dict(
+        values | {"data": {"train": str(data), "eval": 0.5, "columns": columns, "system": "moon"}}
+    )
+    write_held_out(config, tmp_path / "held_out.jsonl")
+    found = evaluate_run(merged, tmp_path / "held_out.jsonl")
+    assert (found.rows, found.num_answers) == (2, 2)
+    assert evaluate_run(merged, data).rows == 4
+    (tmp_path / "text.jsonl").write_text('{"text": "red blue"}\n')
+    (merged / "merge.json").write_text(json.dumps({"settings": {"columns": {"body": "text"}}}))
+    assert evaluate_run(merged, tmp_path / "text.jsonl").supervised_tokens == 2
+    with pytest.raises(DataError, match="no known shape"):
+        (tmp_path / "text.jsonl").write_text('{"other": "red blue"}\n')
+        evaluate_run(merged, tmp_path / "text.jsonl")
+
+
+def test_a_refused_system_text_is_the_same_for_training_eval_and_answers(tmp_path):
+    """It stands at the start of the first user message, everywhere."""
+    refusing = "{{ raise_exception('none') if messages[0]['role'] == 'system' }}" + K2_TEMPLATE
+    model = make_tokenizer(make_model(tmp_path / "model", initializer_range=0.4), chat_template=refusing)
+    (tmp_path / "rows.jsonl").write_text('{"question": "red", "answer": "blue"}\n')
+    (tmp_path / "by_hand.jsonl").write_text('{"question": "sun\\n\\nred", "answer": "blue"}\n')
+    section = {"train": str(tmp_path / "rows.jsonl"), "system": "sun", "max_length": 16}
+    prepare(config_from_dict({"model": {"path": str(model)}, "data": section, "output": "run"}), tmp_path / "prepared")
+    prompt = ids_of("<bos> <|user|> sun red <|end|> <|assistant|>")
+    row = open_prepared(tmp_path / "prepared", "train").row(0)[0].tolist()
+    assert row == [*prompt, *ids_of("blue <|end|>")]
+    answerer = load_for_inference(model)
+    assert prompt_tokens(answerer, "red", "sun") == prompt
+    told = evaluate_run(answerer, tmp_path / "rows.jsonl", settings={"system": "sun"})
+    by_hand = evaluate_run(answerer, tmp_path / "by_hand.jsonl", settings={})
+    assert (told.loss, told.answers[0].answer) == (by_hand.loss, by_hand.answers[0].answer)
+
+
+def test_rows_of_one_line_are_kept_apart(tmp_path, folders):
+    """A .json list on one line: each row has its own expected answer; a tool call is compared as it is written."""
+    calls = [
+        [{"role": "user", "content": word}, {"role": "assistant", "content": "", "tool_calls": [{"name": name}]}]
+        for word, name in (("red", "sun"), ("blue", "moon"))
+    ]
+    template = (
+        "{% for turn in messages %}{{ '<|' + turn.role + '|> ' + turn.content }}{% for call in turn.tool_calls %}"
+    )
+    template += "{{ call.name }}{% endfor %}{{ ' <|end|>' }}{% endfor %}{% if add_generation_prompt %}<|assistant|> "
+    model = make_tokenizer(make_model(tmp_path / "model"), chat_template=template + "{% endif %}")
+    (tmp_path / "rows.json").write_text(json.dumps([{"messages": messages} for messages in calls]))
+    result = evaluate_run(model, tmp_path / "rows.json")
+    assert [answer.expected for answer in result.answers] == ["sun", "moon"]
+    assert {answer.origin.rpartition(":")[2] for answer in result.answers} == {"1"}
 
 
 def test_reasoning_is_not_compared():

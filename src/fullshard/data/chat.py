@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fullshard.data.sources import Row
 from fullshard.errors import Blame, DataError, ModelError
@@ -26,17 +27,14 @@ from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
 RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
+MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the square
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
+QUESTION = {"role": "user", "content": "x"}
 READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # transformers passes it under all three
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-NO_TEMPLATE_HINT = (
-    "Take an instruction-tuned model (its folder has a chat template), or train on plain text: rows with one column and"
-    " data.columns: {body: text} in the recipe."
-)
-TEMPLATE_HINT = (
-    "Repair the folder's chat_template ({% generation %} around answers), or change data.template_arguments."
-)
+NO_TEMPLATE_HINT = "Take an instruction-tuned model, or train on plain text: data.columns: {body: text} in the recipe."
+TEMPLATE_HINT = "Repair the chat_template ({% generation %} around answers), or change data.template_arguments."
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,7 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
             raise DataError(
                 f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has"
                 f" {num_rows} rows (ids 0 to {num_rows - 1}).",
-                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token that the model"
-                " has (eos serves as pad here).",
+                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token of the model.",
             )
 
 
@@ -122,9 +119,8 @@ def choose_pad_id(tokenizer: Any) -> int:
 
 def template_hash(tokenizer: Any) -> str | None:
     """First 16 hex digits of the SHA-256 of the chat template, or of all where there are several; None without one."""
-    if not tokenizer.chat_template:
-        return None
-    return hashlib.sha256(_template_text(tokenizer).encode()).hexdigest()[:16]
+    text = _template_text(tokenizer)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else None
 
 
 def _template_text(tokenizer: Any) -> str:
@@ -138,6 +134,8 @@ class Renderer:
 
     ``template_arguments``: variables of the chat template; DataError for one that it never reads.
     """
+
+    _taken: ClassVar[dict[tuple[str, str], bool]] = {}  # (template, role)
 
     def __init__(
         self, tokenizer: Any, loss_on: str = "assistant", template_arguments: dict[str, Any] | None = None
@@ -169,12 +167,15 @@ class Renderer:
         Messages with ``train: false`` are read and not learned. A row without any supervised token is returned as such
         (the audit decides). Raises DataError for a template with which no right mask can be made.
         """
-        learned = [message.get("train") is not False for message in messages]
-        if self.loss_on != "all" and any(
-            message.get("train") and message["role"] != "assistant" for message in messages
-        ):
+        asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
+        if asked and self.loss_on != "all":
             raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")
+        if len(messages) > MOST_MESSAGES:
+            raise DataError(
+                f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read.", "Split the conversation."
+            )
         messages = self._begin(messages, tools)
+        learned = [message.get("train") is not False for message in messages]
         given = [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in messages)]
         self._require_read(["tools", *given] if tools else given, "Take a model that knows it, or remove it.")
         text = self._text(messages)
@@ -205,7 +206,7 @@ class Renderer:
         """Token ids of the last message, an assistant's, as training sees them, with the end-of-turn token."""
         if not _says_something(messages[-1]):
             return []
-        turn = self._turn(self._begin(messages, tools), len(messages) - 1)
+        turn = self._turn(begun := self._begin(messages, tools), len(begun) - 1)
         return turn.encoded.ids[turn.start : turn.end]
 
     def plain_text(self, text: str) -> Rendered:
@@ -227,9 +228,24 @@ class Renderer:
             raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
 
     def _begin(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
-        """Take up a conversation; its messages as the template may see them."""
+        """Take up a conversation; its messages as the template takes them: see ``_takes``."""
         self._tools = tools or None
-        return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        roles = [message["role"] for message in messages[:2]]
+        if roles in (["system", "user"], ["developer", "user"]) and not self._takes(roles[0]):
+            text = "\n\n".join(message["content"] for message in messages[:2] if message["content"])
+            return [messages[0] | messages[1] | {"content": text}, *messages[2:]]
+        return messages
+
+    def _takes(self, role: str) -> bool:
+        """Whether the template writes a first message of this role; some refuse it, some leave it out. Said once."""
+        key = (self._template, role)
+        if key not in self._taken:
+            with suppress(DataError):
+                self._taken[key] = PROBE in self._text([{"role": role, "content": PROBE}, QUESTION])
+            if not self._taken.setdefault(key, False):
+                line = "The chat template takes no %s message: its text is put at the start of the first user message."
+                logging.getLogger(__name__).warning(line, role)
+        return self._taken[key]
 
     def text(self, messages: list[Message]) -> str:
         """A whole conversation as the template writes it."""
@@ -242,12 +258,11 @@ class Renderer:
         """What the template makes of a conversation. Raises DataError with the template's own complaint."""
         if not self._template:
             raise DataError("The model has no chat template, but the rows are conversations.", NO_TEMPLATE_HINT)
-        if not messages:
-            raise DataError("The conversation begins with the assistant.", "Put a user message first.")
         roles = [message["role"] for message in messages]
         hint = "Put the system text into the first user message." if "system" in roles else "Change the rows."
+        seen = [{key: value for key, value in message.items() if key != "train"} for message in messages]
         with Blame(DataError, f"The chat template refuses the roles {', '.join(roles)}", hint), _time_limit():
-            return self.tokenizer.apply_chat_template(messages, tools=self._tools, **self.arguments, **options)
+            return self.tokenizer.apply_chat_template(seen, tools=self._tools, **self.arguments, **options)
 
     def encode(self, text: str) -> Encoded:
         """Token ids of a rendered text. The template writes bos, or there is none: the tokenizer adds no token."""
@@ -277,16 +292,14 @@ class Renderer:
         """Where the assistant turn ``messages[place]`` lies, by growing prefixes."""
         is_whole = messages is self._whole[0] and place + 1 == len(messages)
         through = self._whole[1] if is_whole else self._text(messages[: place + 1])
-        prompt = self._text(messages[:place], True)
-        header, tail = self._around(messages[:place])
+        prompt = self._text(messages[:place], True) if place else self._opening(through)
+        header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
-            problem = (
-                f"The chat template ignores add_generation_prompt: the role header {header!r} would be trained on."
-                if header
-                else "The chat template's generation prompt (add_generation_prompt) does not begin the rendered"
-                f" assistant turn: it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
-            )
+            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
+            problem = f"The chat template's generation prompt does not begin the rendered assistant turn: {ends}"
+            if header:
+                problem = f"The chat template ignores add_generation_prompt: its header {header!r} would be learned."
             raise DataError(problem, TEMPLATE_HINT)
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
@@ -304,6 +317,13 @@ class Renderer:
                 "Take a model with a tokenizer for this language, or add the words: model.add_tokens.",
             )
         return Turn(place, encoded, start, end, stop)
+
+    def _opening(self, through: str) -> str:
+        """What stands before the answer in a conversation that begins with it: up to the generation prompt's text."""
+        before, mark, _ = through.partition(self._text([QUESTION], True).removeprefix(self._text([QUESTION])) or "\0")
+        if not mark.strip():
+            raise DataError("The template does not show where a first assistant turn begins.", "Begin with a user.")
+        return before + mark
 
     def _token_after(self, prompt: str, encoded: Encoded) -> int:
         """The first token of the turn: after the prompt's own tokens, or the first that begins past its characters."""
@@ -360,9 +380,7 @@ class Renderer:
 
 
 def _says_something(message: Message) -> bool:
-    return any(
-        (message.get("content") or "").strip() or message.get(key) for key in ("tool_calls", "reasoning_content")
-    )
+    return bool((message.get("content") or "").strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
 def _common(first: str, second: str) -> str:

@@ -150,11 +150,9 @@ def _read_json(path: Path) -> Iterator[Record]:
                 if start == len(text) and (block or not (token or "," in marks)):
                     break
                 if token not in marks:
-                    found = (
-                        f"expected {' or '.join(marks) or 'the end'}, found {text[mark.start(1) :][:20] or 'the end'!r}"
-                    )
+                    wanted, found = " or ".join(marks) or "the end", text[mark.start(1) :][:20] or "the end"
                     hint = "A .json file holds one list of objects. One object a line? Then name the file .jsonl."
-                    raise DataError(f"{path}:{number}: {found}.", hint)
+                    raise DataError(f"{path}:{number}: expected {wanted}, found {found!r}.", hint)
                 if token.endswith("]"):
                     place, line, marks = start, number, ()
                     continue

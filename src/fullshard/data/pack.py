@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fullshard.config import TrainSection, parse_quantity
+from fullshard.errors import ConfigError
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -23,39 +24,44 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
-def windows(lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str]) -> list[np.ndarray]:
+def windows(
+    lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
+) -> list[np.ndarray]:
     """The row ids (int64) of each optimizer step of ``epoch``, in order; each row is in exactly one window.
 
     ``lengths``: tokens of each row. ``quantity``: (64, "rows") takes 64 rows a step; (65536, "tokens") takes rows until
-    the next one would exceed the count, and at least one. The last window may be smaller.
+    the next one would exceed the count, and at least one. The last window may be smaller; ``drop_last`` leaves it out.
     """
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":
-        return [order[start : start + count] for start in range(0, len(order), count)]
-    assert unit == "tokens", unit
-    found, start, filled = [], 0, 0
-    for place, row in enumerate(order):
-        length = int(lengths[row])
-        if place > start and filled + length > count:
-            found.append(order[start:place])
-            start, filled = place, 0
-        filled += length
-    if start < len(order):
+        found = [order[start : start + count] for start in range(0, len(order), count)]
+    else:
+        found, start, filled = [], 0, 0
+        for place, length in enumerate(lengths[order].tolist()):
+            if place > start and filled + length > count:
+                found.append(order[start:place])
+                start, filled = place, 0
+            filled += length
         found.append(order[start:])
-    return found
+    last = len(found[-1]) if unit == "rows" else int(lengths[found[-1]].sum())
+    return found[:-1] if drop_last and last < count else found
 
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
     """(epoch, row ids) of every optimizer step of a run: a function of data, seed, epochs and global_batch only.
 
-    A part of an epoch is at least one step.
+    A part of an epoch is at least one step. ConfigError where drop_last leaves none.
     """
     quantity = parse_quantity(train.global_batch)
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
-        of_epoch = windows(lengths, train.seed, epoch, quantity)
+        of_epoch = windows(lengths, train.seed, epoch, quantity, train.drop_last)
+        if not of_epoch:
+            size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
+            hint = f'Set train.global_batch="{size} {quantity[1]}", or train.drop_last=false.'
+            raise ConfigError(f"0 steps: {size} {quantity[1]} < {quantity[0]} (train.drop_last).", hint)
         share = min(1.0, train.epochs - epoch)
         steps += [(epoch, window) for window in of_epoch[: max(1, round(share * len(of_epoch)))]]
         epoch += 1
@@ -83,13 +89,11 @@ def lay_out(
         count = -(-len(sequences) // num_cells)
     cells: list[list[list[int]]] = []
     for sequence in sequences:
-        if cells:
-            filled = len(cells[-1]) + 1
-            area = filled if unit == "rows" else filled * sizes[cells[-1][0][0]]
-            if area <= count:
-                cells[-1].append(sequence)
-                continue
-        cells.append([sequence])
+        longest = sizes[cells[-1][0][0]] if cells and unit == "tokens" else 1
+        if cells and (len(cells[-1]) + 1) * longest <= count:
+            cells[-1].append(sequence)
+        else:
+            cells.append([sequence])
 
     def area_of(cell: list[list[int]]) -> int:
         return len(cell) * sizes[cell[0][0]]
@@ -115,14 +119,13 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
     room: list[int] = []
     for row in rows:
         length = int(lengths[row])
-        fitting = [place for place, left in enumerate(room) if length <= left]
-        if fitting:
-            place = min(fitting, key=lambda place: room[place])
-            sequences[place].append(row)
-            room[place] -= length
-        else:
-            sequences.append([row])
-            room.append(max_length - length)
+        fitting = (place for place, left in enumerate(room) if length <= left)
+        place = min(fitting, key=room.__getitem__, default=len(room))
+        if place == len(room):
+            sequences.append([])
+            room.append(max_length)
+        sequences[place].append(row)
+        room[place] -= length
     return sequences
 
 

@@ -343,7 +343,7 @@ def measure_work(
     """
     packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
     lengths = np.minimum(volume.lengths, limit)
-    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch))
+    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch), config.train.drop_last)
     num_steps = len(windows_of_run(lengths, config.train))
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]

@@ -214,7 +214,7 @@ class Trainer:
         self.peak_bytes = peak_memory_bytes(device)
         self.log.step(
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
-            tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
+            row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
             tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
         )  # fmt: skip
 
@@ -240,7 +240,7 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
-        trainer["precision"] = self.precision_name
+        trainer |= {"position": self._position(step), "precision": self.precision_name}
         trainer["add_tokens"] = self.config.model.add_tokens
         if self.config.method == "lora":
             trainer["adapter"] = adapter_settings(self.config.lora)
@@ -260,11 +260,10 @@ class Trainer:
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
         set_step_count(self.optimizer, step)
         self.last_eval = manifest.trainer.get("last_eval")
-        if manifest.trainer["num_steps"] != len(self.steps):
-            raise ConfigError(
-                f"The run was planned for {manifest.trainer['num_steps']} steps, the recipe means {len(self.steps)}.",
-                "Resume with the run's own recipe.",
-            )
+        found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
+        if found != (wanted := (len(self.steps), self._position(step))):
+            message = f"The run was planned for {found[0]} steps and has done {found[1]} (epoch, its windows);"
+            raise ConfigError(f"{message} the recipe means {wanted}.", "Resume with the run's own recipe.")
         if manifest.trainer["data_hash"] != self.data.hash:
             raise CheckpointError(
                 f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on.",
@@ -272,6 +271,11 @@ class Trainer:
             )
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
         return step
+
+    def _position(self, step: int) -> list[int]:
+        """The place in the data after ``step``: epoch, and how many of its windows are done."""
+        epoch = self.steps[step - 1][0]
+        return [epoch, sum(other == epoch for other, _ in self.steps[:step])]
 
     def _first_tokens(self, count: int) -> torch.Tensor:
         """The first tokens of training row 0, (1, at most count) int64 on CPU."""

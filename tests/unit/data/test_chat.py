@@ -119,10 +119,17 @@ def test_no_template_and_wrong_roles(tokenizer_with):
         Renderer(tokenizer_with(None)).chat(QUESTION)
     assert "body: text" in caught.value.hint
     refusing = "{{ raise_exception('System role not supported') if messages[0]['role'] == 'system' }}" + K2_TEMPLATE
-    with pytest.raises(DataError, match="refuses the roles system, user, assistant: System role not supported"):
-        Renderer(tokenizer_with(refusing)).chat([{"role": "system", "content": "sun"}, *QUESTION])
-    with pytest.raises(DataError, match="begins with the assistant"):
-        Renderer(tokenizer_with()).chat(QUESTION[1:])
+    with pytest.raises(DataError, match="refuses the roles system, assistant: System role not supported"):
+        Renderer(tokenizer_with(refusing)).chat([{"role": "system", "content": "sun"}, QUESTION[1]])
+    (row,) = Renderer(tokenizer_with()).chat(QUESTION[1:])
+    assert row.ids == ids_of("<bos> <|assistant|> green <|end|>") and positions(row.supervised) == [2, 3]
+
+
+def test_a_conversation_without_end_is_refused_at_once(tokenizer_with):
+    """Each turn is rendered with all before it: 100,000 messages would take days."""
+    with pytest.raises(DataError, match="100,000 messages; at most 4,000 are read") as caught:
+        Renderer(tokenizer_with()).chat(QUESTION * 50_000)
+    assert "Split" in caught.value.hint
 
 
 def test_rows_without_an_answer_supervise_nothing(tokenizer_with):

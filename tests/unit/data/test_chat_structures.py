@@ -10,6 +10,7 @@ import datetime
 import pytest
 from tiny_models import VOCABULARY, make_tokenizer
 
+from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Row
 from fullshard.errors import DataError
@@ -288,11 +289,90 @@ def test_gemma(tokenizer_with):
         "<bos> <start_of_turn> user red blue <end_of_turn> <start_of_turn> model ^green ^<end_of_turn> "
         "<start_of_turn> user one two <end_of_turn> <start_of_turn> model ^three ^four ^<end_of_turn>"
     ])  # fmt: skip
-    with pytest.raises(DataError, match="refuses the roles system, user, assistant: no system turns here") as caught:
-        renderer.chat(turns("red", "blue", system="sun"))
+    with pytest.raises(DataError, match="refuses the roles user, system: no system turns here") as caught:
+        renderer.chat([*turns("red"), {"role": "system", "content": "sun"}])
     assert "first user message" in caught.value.hint
     with pytest.raises(DataError, match="refuses the roles user, user, assistant: turns must alternate"):
         renderer.chat([*turns("red"), *turns("red", "blue")])
+
+
+SILENT = CHATML.replace("{{ '<|im_start|>'", "{% if turn.role != 'developer' %}{{ '<|im_start|>'", 1).replace(
+    "{% endfor %}", "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "row"),
+    [
+        (
+            GEMMA,
+            "system",
+            "<bos> <start_of_turn> user sun red <end_of_turn> <start_of_turn> model ^blue ^<end_of_turn>",
+        ),
+        (SILENT, "developer", "<|im_start|> user sun red <|im_end|> <|im_start|> assistant ^blue ^<|im_end|>"),
+    ],
+)
+def test_system_text_that_the_template_does_not_take_goes_into_the_question(
+    tokenizer_with, template, role, row, caplog, monkeypatch
+):
+    """Refused by the template (Gemma) or left out by it; the same for training, answers and a batch; said once."""
+    monkeypatch.setattr(Renderer, "_taken", {})
+    tokenizer = tokenizer_with(template)
+    messages = [{"role": role, "content": "sun"}, *turns("red", "blue")]
+    for loss_on in ("assistant", "last"):
+        check(Renderer(tokenizer, loss_on), messages, [row])
+    rows = [Row(f"a:{i}", messages) for i in range(9)]
+    batches = [found for _, found in BatchRenderer(Renderer(tokenizer)).render(rows)]
+    assert [[row.ids for row in found] for found in batches] == [[expected(row)[0]]] * 9
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"The chat template takes no {role} message: its text is put at the start of the first user message."
+    ]
+    everything = Renderer(tokenizer, "all").chat([messages[0], messages[1] | {"train": False}, messages[2]])
+    assert sum(everything[0].supervised) < len(everything[0].ids) - 3  # the question with the text is not learned
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31])
+def test_a_system_text_that_the_template_takes_stays_where_it_is(tokenizer_with, template, caplog):
+    (row,) = Renderer(tokenizer_with(template)).chat(turns("red", "blue", system="sun"))
+    ids = row.ids
+    assert ids.index(NUMBERS["system"]) < ids.index(NUMBERS["sun"]) < ids.index(NUMBERS["user"])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("template", "row"),
+    [
+        (CHATML, "<|im_start|> assistant ^sun ^<|im_end|> "),
+        (QWEN25, "<|im_start|> system moon star <|im_end|> <|im_start|> assistant ^sun ^<|im_end|> "),
+        (QWEN3, "<|im_start|> assistant ^sun ^<|im_end|> "),
+    ],
+)
+def test_a_conversation_that_begins_with_the_assistant(tokenizer_with, template, row):
+    """As ShareGPT has them. Its first turn is learned as the others, where the template shows where it begins."""
+    tokenizer = tokenizer_with(template)
+    messages = [{"role": "assistant", "content": "sun"}, *turns("red", "blue")]
+    more = "<|im_start|> user red <|im_end|> <|im_start|> assistant "
+    think = "^<think> ^</think> " if template == QWEN3 else ""
+    (found,) = Renderer(tokenizer).chat(messages)
+    wanted = expected(row + more + think + "^blue ^<|im_end|>")
+    assert (found.ids, [i for i, value in enumerate(found.supervised) if value]) == wanted
+    (alone,) = Renderer(tokenizer).chat(messages[:1])
+    assert (alone.ids, [i for i, value in enumerate(alone.supervised) if value]) == expected(row)
+    unlearned, last = [messages[0] | {"train": False}, *messages[1:]], Renderer(tokenizer, "last").chat(messages)
+    assert Renderer(tokenizer).chat(unlearned) == last
+    assert sum(last[0].supervised) == sum(found.supervised) - 2
+    system = Renderer(tokenizer).chat([{"role": "system", "content": "moon"}, *messages])
+    assert [sum(row.supervised) for row in system] == ([4, 4] if think else [4])  # Qwen3 rewrites: a row for each
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_refused_where_its_turn_cannot_be_found(tokenizer_with):
+    with pytest.raises(DataError, match="refuses the roles assistant, user, assistant: turns must alternate"):
+        Renderer(tokenizer_with(GEMMA)).chat([{"role": "assistant", "content": "sun"}, *turns("red", "blue")])
+    without = CHATML[: CHATML.index("{%- if add_generation_prompt")]
+    with pytest.raises(DataError, match="does not show where a first assistant turn begins") as caught:
+        Renderer(tokenizer_with(without)).chat([{"role": "assistant", "content": "sun"}])
+    assert "Begin with a user" in caught.value.hint
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31, GEMMA])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.pack import _splitmix64, lay_out, shuffle, windows
+from fullshard.config import TrainSection
+from fullshard.data.pack import _splitmix64, lay_out, shuffle, windows, windows_of_run
+from fullshard.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60).map(np.array)
 UNITS = st.sampled_from(["rows", "tokens"])
@@ -41,6 +44,41 @@ def test_every_row_is_in_one_window(lengths, seed, epoch, count, unit):
         assert all(len(window) == 1 or lengths[window].sum() <= count for window in found)
         for window, following in itertools.pairwise(found):
             assert lengths[window].sum() + lengths[following[0]] > count  # filled as far as it goes
+
+
+def test_a_last_window_that_is_not_full_is_left_out_when_asked():
+    """HO-6: 3 rows in windows of 8 are no step at all; a row longer than the count is full by itself."""
+    assert [len(window) for window in windows(np.ones(5), 0, 0, (2, "rows"), True)] == [2, 2]
+    assert [len(window) for window in windows(np.ones(4), 0, 0, (2, "rows"), True)] == [2, 2]
+    assert windows(np.ones(3), 0, 0, (8, "rows"), True) == []
+    assert [len(window) for window in windows(np.array([6] * 5), 3, 0, (13, "tokens"), True)] == [2, 2]
+    assert [len(window) for window in windows(np.array([20, 20]), 0, 0, (13, "tokens"), True)] == [1, 1]
+    with pytest.raises(ConfigError, match="0 steps: 3 rows < 8") as caught:
+        windows_of_run(np.ones(3), TrainSection(global_batch="8 rows", drop_last=True))
+    assert 'train.global_batch="3 rows"' in caught.value.hint
+    with pytest.raises(ConfigError, match="0 steps: 12 tokens < 13"):
+        windows_of_run(np.array([6, 6]), TrainSection(global_batch="13 tokens", drop_last=True, max_steps=9))
+
+
+@settings(max_examples=200)
+@given(LENGTHS, st.integers(0, 9), st.integers(1, 3), st.integers(1, 60), UNITS, st.booleans(), st.data())
+def test_a_run_is_the_same_windows_however_it_is_laid_out(lengths, seed, epochs, count, unit, packing, data):
+    """Ranks, micro-batch and packing change nothing: steps hold the same rows, an epoch each row exactly once, and
+    what fills a tail has no row."""
+    batch = f"{count} {unit}"
+    micro = (data.draw(st.integers(1, 60)), data.draw(UNITS))
+    plain = TrainSection(global_batch=batch, epochs=epochs, seed=seed)
+    told = TrainSection(global_batch=batch, epochs=epochs, seed=seed, micro_batch=f"{micro[0]} {micro[1]}")
+    steps, again = windows_of_run(lengths, plain), windows_of_run(lengths, told)
+    assert [(epoch, window.tolist()) for epoch, window in steps] == [(e, window.tolist()) for e, window in again]
+    for epoch in range(epochs):
+        rows = [row for of_epoch, window in steps if of_epoch == epoch for row in window.tolist()]
+        assert sorted(rows) == list(range(len(lengths)))
+    for num_ranks in (1, data.draw(st.integers(2, 5))):
+        for _, window in steps:
+            layout = lay_out(window, lengths, num_ranks, micro, packing, 40)
+            found = [row for ranks in layout for cell in ranks for sequence in cell for row in sequence]
+            assert sorted(found) == sorted(window.tolist())
 
 
 @settings(max_examples=300)

@@ -15,7 +15,9 @@ from fullshard.data.sources import Account, iterate_rows
 from fullshard.errors import DataError
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-ENDINGS = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".jsonl.gz", ".json.zst", ".csv.gz", ".txt.zst")
+KINDS = (".jsonl", ".json", ".csv", ".txt")
+PACKED = tuple(kind + packing for kind in KINDS for packing in (".gz", ".zst"))
+ENDINGS = (*KINDS, ".parquet", *PACKED)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 KEYS = (
     "text messages role content from value tools tool_calls train weight prompt completion history instruction output"
@@ -100,6 +102,48 @@ def test_damaged_files(tmp_path, ending, data):
     path = tmp_path / f"a{ending}"
     path.write_bytes(bytes(content))
     read(path)
+
+
+@pytest.mark.parametrize("ending", [".json", ".parquet", *PACKED])
+def test_a_file_cut_at_any_byte_is_refused(tmp_path, ending):
+    """Whatever ends too early, and knows it, gives not one row."""
+    path, content = tmp_path / f"a{ending}", valid(ending)
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        assert read(path) is None, length
+    path.write_bytes(content)
+    assert len(read(path)[0]) == 9
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".txt"])
+def test_a_file_of_lines_cut_at_any_byte(tmp_path, ending):
+    """What stood whole before the cut is there, unchanged; of the rest at most one row, cut (text), or counted as bad
+    (JSON), or refused (CSV inside of quotes)."""
+    path, content = tmp_path / f"a{ending}", valid(ending)
+    path.write_bytes(content)
+    whole = [row.content for row in read(path)[0]]
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        found = read(path)
+        if found is None:
+            continue
+        rows, account = [row.content for row in found[0]], found[1]
+        assert rows[:-1] == whole[: len(rows) - 1]
+        assert rows[-1] == whole[len(rows) - 1] or ending != ".jsonl"
+        assert account.bad.total() <= 1
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_streams_one_after_another(tmp_path, packing):
+    """As ``cat a.gz b.gz`` makes them: all rows; cut, or with something else behind: refused."""
+    path = tmp_path / f"a.jsonl{packing}"
+    content, more = valid(f".jsonl{packing}"), valid(f".txt{packing}")
+    path.write_bytes(content + content)
+    assert read(path) is not None and read(path)[1].bad.total() == 1  # the first has no line end at its end
+    assert len(read(path)[0]) == 16
+    for behind in (more[:-1], b"garbage", b"\0" * 9):
+        path.write_bytes(content + behind)
+        assert read(path) is None
 
 
 @QUICK

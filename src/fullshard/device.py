@@ -120,13 +120,23 @@ def set_threads(num_threads: int) -> None:
     torch.set_num_threads(max(1, num_threads))
 
 
-def use_exact_fp32() -> None:
-    """fp32 products in full fp32: TF32 (cuda) and HF32 (npu) off; their defaults differ by version and operator."""
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+def supports_tf32() -> bool:
+    """Whether fp32 products can run in TF32 (NVIDIA from Ampere on) or HF32 (Ascend 910B on, the chips with bf16)."""
+    kind = device_kind()
+    return torch.cuda.is_tf32_supported() if kind == "cuda" else kind == "npu" and supports_bf16()
+
+
+def set_fast_fp32(fast: bool) -> None:
+    """Products and convolutions of fp32 in TF32 (cuda) or HF32 (npu), or in full fp32: every switch is set, since
+    their defaults differ by version and operator. ConfigError where the chip has no such products."""
+    if fast and not supports_tf32():
+        message = f"train.precision=tf32: this {device_kind()} has no TF32 or HF32 products."
+        raise ConfigError(message, "Set train.precision=auto")
+    torch.set_float32_matmul_precision("high" if fast else "highest")
+    torch.backends.cudnn.allow_tf32 = fast
     if device_kind() == "npu":
-        torch.npu.matmul.allow_hf32 = False
-        torch.npu.conv.allow_hf32 = False
+        torch.npu.matmul.allow_hf32 = fast
+        torch.npu.conv.allow_hf32 = fast
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:

@@ -10,7 +10,9 @@ from fullshard.config import RunConfig
 from fullshard.errors import TrainError
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, local_part
+from fullshard.train.precision import LossScale, round_stochastically, unmoved
 
+ROUNDED_AT_ONCE = 1 << 22  # elements; their random bits take 8 bytes each
 ADAM_BETAS = (0.9, 0.999)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -47,7 +49,7 @@ def build_optimizer(config: RunConfig, sharded: ShardedModel) -> torch.optim.Opt
         for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+                **{moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS},
             }
     return optimizer
 
@@ -70,9 +72,44 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
             state["step"].fill_(float(step))
 
 
-def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks) -> float:
-    """Global L2 norm of the trainable gradients, the same plain number on every rank; not finite if any element is
-    not."""
+@torch.no_grad()
+def take_step(
+    optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, peak: float | None = None
+) -> dict[str, tuple[int, int]]:
+    """One update. Weights that rest in bf16 are updated in fp32, one tensor at a time, and rounded stochastically.
+
+    ``key``: run seed and step. ``peak``: ask for the ``unmoved`` counts by name at this learning rate.
+    """
+    counts: dict[str, tuple[int, int]] = {}
+    if all(shard.value.dtype == torch.float32 for shard in shards if shard.trainable):
+        optimizer.step()
+        return counts
+    starts = {shard.name: shard.start for shard in shards}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.grad is None:
+                continue
+            kept, exact = local_part(parameter), local_part(parameter).float()
+            exact.grad = local_part(parameter.grad).float()
+            single = type(optimizer)([{**group, "params": [(name, exact)]}])
+            state = optimizer.state[parameter]
+            single.state[exact] = {k: local_part(value) if value.dim() else value for k, value in state.items()}
+            single.step()
+            if peak:
+                counts[name] = unmoved(kept, (exact - kept.float()) * (peak / group["lr"]))
+            for low in range(0, len(exact), ROUNDED_AT_ONCE):
+                part = slice(low, low + ROUNDED_AT_ONCE)
+                kept[part] = round_stochastically(exact[part], starts[name] + low, f"{key}:{name}")
+    return counts
+
+
+def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scale: float = 1.0) -> float:
+    """Global L2 norm of the trainable gradients, divided in place by the loss scale first: the same plain number on
+    every rank; not finite if any element is not."""
+    if scale != 1:
+        for shard in shards:
+            if shard.gradient is not None:
+                shard.gradient.div_(scale)
     squares = [
         shard.gradient.float().square().sum() / sharded.replicas(shard.name)
         for shard in shards
@@ -92,17 +129,23 @@ def clip_gradients(shards: list[Shard], norm: float, clip_norm: float) -> None:
                 shard.gradient.mul_(scale)
 
 
-def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks) -> None:
-    """Raise TrainError on every rank, naming rank and parameter, where the norm or the loss is not finite."""
+def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks, scale: LossScale) -> str:
+    """Empty where norm and loss are finite, else the log's line of a skipped step: fp16 lowers ``scale`` instead.
+
+    TrainError on every rank, naming rank and parameter, where no lower scale can help. A collective call.
+    """
     if math.isfinite(norm) and math.isfinite(loss):
-        return
+        scale.grow()
+        return ""
     bad = [s.name for s in shards if s.gradient is not None and not bool(torch.isfinite(s.gradient).all())]
     places = [
         f"rank {rank}, {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for rank, names in enumerate(ranks.gather_objects(bad))
         if names
     ]
+    if places and math.isfinite(loss) and scale.back_off():
+        return f"skipped step {step}: non-finite gradient ({'; '.join(places)})"
     raise TrainError(
-        f"Step {step}: the {'gradient' if places else 'loss'} is not finite ({'; '.join(places) or f'loss {loss}'}).",
+        f"Step {step}: non-finite {'gradient' if places else 'loss'} ({'; '.join(places) or f'loss {loss}'}).",
         "Lower train.learning_rate, or train with train.precision=fp32; the last checkpoint is untouched.",
     )

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape
 
-CPU_PROCESS_BYTES = (
-    600_000_000  # resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run
-)
-# (2 ranks, 151-token rows) peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
+# Resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run (2 ranks, 151-token rows)
+# peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
+CPU_PROCESS_BYTES = 600_000_000
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
@@ -79,9 +78,8 @@ def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, a
 
 def largest_unit(shape: ModelShape) -> int:
     """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
-    return (
-        max(shape.block, shape.embedding + shape.head) if shape.tied else max(shape.block, shape.embedding, shape.head)
-    )
+    outer = shape.embedding + shape.head if shape.tied else max(shape.embedding, shape.head)
+    return max(shape.block, outer)
 
 
 def gathered_parameters(shape: ModelShape) -> int:
@@ -93,60 +91,61 @@ def gathered_parameters(shape: ModelShape) -> int:
 def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
     """A rank's memory in training, by cause. Zero causes are left out."""
     size, ranks, compute = shape.parameters, job.num_ranks, job.compute_bytes
-    trained = size if job.method == "full" else 0
-    states = 8 if job.optimizer == "adamw" else 0
-    baseline = CPU_PROCESS_BYTES if job.on_cpu else DEVICE_CONTEXT_BYTES
-    lines = [Line("libraries" if job.on_cpu else "device context", baseline, "fixed", "always")]
-    if job.method == "full":
-        lines += [
-            Line("fp32 masters", _share(4 * size, ranks), f"4 x {size:,} / {ranks}", "always"),
-            Line("fp32 gradients", _share(4 * size, ranks), f"4 x {size:,} / {ranks}", "always"),
-            Line("optimizer state", _share(states * size, ranks), f"{states} x {size:,} / {ranks}", "always"),
-        ]
+    adapters, vocabulary = job.adapters, job.vocabulary
+    is_full, states = job.method == "full", 8 if job.optimizer == "adamw" else 0
+
+    def shared(cause: str, each: int, count: int, factor: str = "") -> Line:
+        return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", "always")
+
+    if job.on_cpu:
+        lines = [Line("libraries", CPU_PROCESS_BYTES, "fixed", "always")]
     else:
-        adapters = job.adapters
+        lines = [Line("device context", DEVICE_CONTEXT_BYTES, "fixed", "always")]
+    if is_full:
+        lines += [shared("fp32 masters", 4, size), shared("fp32 gradients", 4, size)]
+        lines += [shared("optimizer state", states, size)]
+    else:
+        held = f"(4 + 4 + {states})"
         lines += [
-            Line("frozen base", _share(compute * size, ranks), f"{compute} x {size:,} / {ranks}", "always"),
-            Line("adapters", (8 + states) * adapters, f"(4 + 4 + {states}) x {adapters:,}, on every rank", "always"),
+            shared("frozen base", compute, size),
+            Line("adapters", (8 + states) * adapters, f"{held} x {adapters:,}, on every rank", "always"),
+            shared("vocabulary", 8 + states, vocabulary, held),
         ]
-        vocabulary = f"(4 + 4 + {states}) x {job.vocabulary:,} / {ranks}"
-        lines.append(Line("vocabulary", _share((8 + states) * job.vocabulary, ranks), vocabulary, "always"))
     gathered = gathered_parameters(shape)
-    lines.append(Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"))
-    sharded = trained or job.vocabulary  # trained parameters that are cut over the ranks
-    if sharded and job.accumulates:
-        lines.append(Line("kept gradients", 4 * sharded, f"4 x {sharded:,}, more than one micro-batch", "backward"))
-    if sharded:
-        unit = min(largest_unit(shape), sharded)
-        lines.append(Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"))
-    lines += _activation_lines(shape, job)
+    sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
+    unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
+    lines += [
+        Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"),
+        Line("kept gradients", 4 * kept, f"4 x {kept:,}, more than one micro-batch", "backward"),
+        Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"),
+        *_activation_lines(shape, job),
+    ]
     slack = int(SLACK * _backward_bytes(lines))
     lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
-    moved = _share(4 * sharded, ranks) + 4 * job.adapters
-    if job.optimizer == "adamw":
+    if states:
+        moved = _share(4 * sharded, ranks) + 4 * adapters
         lines.append(Line("optimizer temporary", moved, "4 x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]
 
 
 def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
-    per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
-    tokens, layers = job.micro_tokens, shape.num_layers
+    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
+    tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
     if job.recompute:
         inputs = job.compute_bytes * shape.hidden_size
         kept = f"{tokens:,} tokens x {layers} blocks x {inputs:,}"
         lines = [
             Line("block inputs", tokens * layers * inputs, kept, "backward"),
-            Line("recomputed block", tokens * per_token, f"{tokens:,} tokens x {per_token:,}", "block"),
+            Line("recomputed block", tokens * each, f"{tokens:,} tokens x {each:,}", "block"),
         ]
     else:
-        kept = f"{tokens:,} tokens x {layers} blocks x {per_token:,}"
-        lines = [Line("activations", tokens * layers * per_token, kept, "backward")]
-    mask = (1 + job.compute_bytes) * tokens * job.longest
+        kept = f"{tokens:,} tokens x {layers} blocks x {each:,}"
+        lines = [Line("activations", tokens * layers * each, kept, "backward")]
     chunk = min(logits_chunk_rows(shape), tokens)
     logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [
         *lines,
-        Line("attention mask", mask, f"{1 + job.compute_bytes} x {tokens:,} x {job.longest:,}", "backward"),
+        Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "head"),
     ]
 

@@ -23,6 +23,8 @@ from fullshard.model.names import ADAPTER, base_name, is_adapter
 class AdapterMatrix(nn.Linear):
     """A or B of an adapter: rests as an fp32 master and multiplies in its input's dtype, as sharded weights do."""
 
+    follows_input = True
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), in the dtype of ``inputs``."""
         return functional.linear(inputs, self.weight.to(inputs.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fullshard.data.batches import make_batch
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
-from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, set_fast_fp32
+from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.model.adapters import adapter_settings
 from fullshard.ranks import Ranks
@@ -145,9 +146,7 @@ class Trainer:
         window = longest[: max(1, max(len(window) for _, window in self.steps[:1]))]
         layout = self._layout(window)
         batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
-        for last in (
-            (False, True) if len(layout) > 1 else (True,)
-        ):  # accumulation keeps whole gradients: part of the worst
+        for last in (False, True)[len(layout) < 2 :]:  # accumulation keeps whole gradients: part of the worst
             with self.sharded.microbatch(last):
                 batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)
@@ -194,7 +193,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         for index, micro in enumerate(layout):
             rows = micro[ranks.rank]
-            seed_everything(dropout_seed(train.seed, number, rows))
+            torch.manual_seed(dropout_seed(train.seed, number, rows))
             batch = make_batch(self.data, rows, self.pad_id)
             with self.sharded.microbatch(last=index == len(layout) - 1):
                 loss = batch_loss(self.built.loss_model, batch, device) / num_supervised
@@ -206,19 +205,17 @@ class Trainer:
         problem = require_finite(shards, norm, loss_value, number, ranks, self.scale)
         if problem:  # fp16 only: the weights, the optimizer and the schedule stay where they are
             self.optimizer.zero_grad(set_to_none=True)
-            self.sharded.after_step()
             self.log.say(problem)
-            metrics = self.scale.metrics
-            self.log.record("skipped", step=number, epoch=epoch, rows=len(window), reason=problem, **metrics)
-            return
+            skipped = {"step": number, "epoch": epoch, "rows": len(window), "reason": problem}
+            return self.log.record("skipped", **skipped, **self.scale.metrics)
         clip_gradients(shards, norm, train.clip_norm)
         taken, peak = number - self.scale.skipped, self.config.learning_rate
         rate = learning_rate_at(taken, len(self.steps), peak, train.schedule, train.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        counts = take_step(self.optimizer, shards, f"{train.seed}:{number}", peak if number == 1 else None)
+        counts = take_step(self.optimizer, shards, f"{train.seed}:{number}", peak * (number == 1))
         if number == 1 and self.precision.master != torch.float32:
-            self.log.say(unmoved_line(ranks.gather_objects(counts), peak))
+            self.log.say(unmoved_line(sum(ranks.gather_objects(counts), Counter()), peak))
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         seconds = time.perf_counter() - started

@@ -9,14 +9,7 @@ import torch
 
 from fullshard.config import RunConfig
 from fullshard.errors import Blame, ConfigError, ModelError, TrainError
-from fullshard.model.adapters import (
-    AdapterMatrix,
-    AdapterPlace,
-    adapter_places,
-    add_adapters,
-    magnitude_start,
-    start_value,
-)
+from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units, is_tied
 from fullshard.model.load import WeightFiles, attention_for, build_on_meta, load_buffers
@@ -89,7 +82,7 @@ def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision)
         group = "adapters" if adapter else "matrices" if len(shard.full_shape) > 1 else "norms and biases"
         file_dtype = "-" if adapter else weights.dtype(base_name(shard.name))
         owner = sharded.module.causal_lm.get_submodule(shard.name.rpartition(".")[0])
-        own_dtype = adapter and not isinstance(owner, AdapterMatrix)  # embeddings, experts, DoRA: as PEFT does it
+        own_dtype = adapter and not hasattr(owner, "follows_input")  # embeddings, experts, DoRA: as PEFT does it
         compute = shard.value.dtype if own_dtype else precision.compute
         rows.append((group, file_dtype, shard.value.dtype, compute, shard.trainable))
     return storage_table(rows, precision)

@@ -18,6 +18,11 @@ FACTOR, MAX_NORM, RATE = 50.0, 0.5, 0.1
 THREE = torch.tensor([0.1, -0.2, 0.3])
 
 
+def freeze_half(model) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 2 == 0)
+
+
 def register_k1_with_three() -> None:
     """A family of its own in this process: K1 plus a parameter of shape (3,), fewer elements than 4 ranks."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -46,8 +51,7 @@ def register_k1_with_three() -> None:
             super().__init__(config)
             self.model = ThreeDecoder(config)
             if config.half_frozen:
-                for number, parameter in enumerate(self.parameters()):
-                    parameter.requires_grad_(number % 2 == 0)
+                freeze_half(self)
 
     AutoConfig.register("k1_with_three", ThreeConfig)
     AutoModelForCausalLM.register(ThreeConfig, ThreeModel)
@@ -80,6 +84,8 @@ def oracle(path: str):
 
     register_k1_with_three()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if model.config.half_frozen:
+        freeze_half(model)  # loading makes parameters anew
     logits = model(ROWS[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ROWS[:, 1:].flatten(), reduction="sum")
     (loss * FACTOR).backward()

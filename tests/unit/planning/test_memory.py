@@ -259,7 +259,7 @@ def test_activation_formula_under_adapters(family, variant, dtype):
         inputs = add_adapter_shape(on_meta(family, **settings), lora).inputs_per_block if variant == "dora" else 0
     measured = (counts[1] - counts[0]) / 2
     predicted = block_bytes_per_token(shape, dtype.itemsize, 64, inputs)
-    assert 0.9 * measured <= predicted <= 1.3 * measured
+    assert 0.85 * measured <= predicted <= 1.3 * measured
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/precision.md: its table is the one in the code, its errors come out again, both languages show the same figures."""
+"""docs/precision.md: its table is the code's, its errors come out again, both languages show the same figures."""
 
 from __future__ import annotations
 

@@ -1,22 +1,24 @@
 """Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
 
 Bytes; N parameters, W ranks, c bytes of the compute dtype. States: masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0);
-LoRA keeps the frozen base, cN/W, and its A adapter parameters whole on every rank, 4A + 4A + 8A. Transients, with U the
-largest unit gathered at once: 2cU (the one in use and the next), 4U on the fp32 wire; several micro-batches keep 4N.
+LoRA keeps the frozen base, cN/W, and its A adapter parameters whole on every rank, 4A + 4A + 8A; bf16_pure has a 2
+for each 4. Transients, with U the largest unit gathered at once: 2cU (the one in use and the next), 4U on the fp32
+wire; several micro-batches keep 4N.
 
 Activations of one block per token, what autograd keeps with fused attention (h width, a heads x head size, f MLP width,
 n features of all norms: 2h in Llama):
     c (2h + n + 4a + mf) + 4n
 the inputs of the products (h, h), the norms' normalised form and fp32 input (LayerNorm: only its input), the
 attention's query, output, keys and values (repeated for every head), and m tensors of the MLP (ModelShape.mlp_copies).
-bf16 LoRA adds an fp32 copy of each adapted layer's input; eager attention 12 bytes x heads x longest row. With
+DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest row. With
 recomputation every block keeps its input, ch, and one block at a time is whole. tests/unit/planning: within 10 % in
-llama, qwen3 and gpt2, above for LoRA; an 8B model on 64 ranks lies at most 35 % above fully_shard's traced peak.
+llama, qwen3 and gpt2, full or LoRA; an 8B model on 64 ranks lies at most 35 % above fully_shard's traced peak.
 """
 
 from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape
+from fullshard.train.precision import precision_of
 
 # Resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run (2 ranks, 151-token rows)
 # peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
@@ -34,15 +36,20 @@ class Job:
     method: str  # full | lora
     optimizer: str  # adamw | sgd
     num_ranks: int
-    compute_bytes: int  # 4 fp32, 2 bf16
+    precision: str  # a mode of train/precision.py
     micro_tokens: int  # padded area, rows x longest, of one micro-batch on one rank
     longest: int  # tokens of the longest row
     recompute: bool
     accumulates: bool  # more than one micro-batch a step
     adapters: int  # adapter parameters, 0 for full
-    adapted_inputs: int  # input features of a block's adapted layers, 0 for full
+    adapted_inputs: int  # input features of a block's layers under DoRA, else 0
     on_cpu: bool
     vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number in products."""
+        return precision_of(self.precision).compute.itemsize
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,12 @@ class Line:
 
 
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
-    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: LoRA only."""
+    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: DoRA only."""
     features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
     total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
     if not shape.fused_norms:
         total += 4 * shape.norm_width
-    if compute_bytes == 2:
-        total += 4 * adapted_inputs
+    total += 16 * adapted_inputs
     if shape.eager_attention:
         total += 12 * shape.num_heads * longest
     return total
@@ -88,6 +94,8 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
     size, ranks, compute = shape.parameters, job.num_ranks, job.compute_bytes
     adapters, vocabulary = job.adapters, job.vocabulary
     is_full, states = job.method == "full", 8 if job.optimizer == "adamw" else 0
+    master = precision_of(job.precision).master.itemsize  # of a trained weight, and of its gradient
+    name = "fp32" if master == 4 else "bf16"
 
     def shared(cause: str, each: int, count: int, factor: str = "") -> Line:
         return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", "always")
@@ -97,14 +105,14 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
     else:
         lines = [Line("device context", DEVICE_CONTEXT_BYTES, "fixed", "always")]
     if is_full:
-        lines += [shared("fp32 masters", 4, size), shared("fp32 gradients", 4, size)]
+        lines += [shared(f"{name} masters", master, size), shared(f"{name} gradients", master, size)]
         lines += [shared("optimizer state", states, size)]
     else:
-        held = f"(4 + 4 + {states})"
+        held = f"({master} + {master} + {states})"
         lines += [
             shared("frozen base", compute, size),
-            Line("adapters", (8 + states) * adapters, f"{held} x {adapters:,}, on every rank", "always"),
-            shared("vocabulary", 8 + states, vocabulary, held),
+            Line("adapters", (2 * master + states) * adapters, f"{held} x {adapters:,}, on every rank", "always"),
+            shared("vocabulary", 2 * master + states, vocabulary, held),
         ]
     gathered = gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
@@ -152,7 +160,8 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     lines = memory_lines(shape, job)
     always, in_step = _bytes_at(lines, "always"), _bytes_at(lines, "step")
     baseline = lines[0].bytes
-    stored = 4 if job.method == "full" else job.compute_bytes
+    mode = precision_of(job.precision)
+    stored = (mode.master if job.method == "full" else mode.compute).itemsize
     base = baseline + _share(stored * shape.parameters, job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
-from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card
+from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
 from fullshard.errors import ConfigError, PlanError
 from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
@@ -21,6 +21,7 @@ from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
 from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
+from fullshard.train.precision import precision_of
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
 DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
@@ -92,7 +93,7 @@ def make_plan(
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
-    if card and (not card.bf16_flops or choose_precision(config, facts.machine) != "bf16"):
+    if card and (not card.bf16_flops or precision_of(choose_precision(config, facts.machine)).compute.itemsize > 2):
         raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
     _require_positions(config, facts)
     choice = choose(config, num_ranks, facts)
@@ -130,12 +131,14 @@ def read_machine() -> Machine:
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
-    """The recipe's precision (ConfigError for bf16 without it); auto: bf16 on accelerators, on CPU if 1.2 x faster."""
-    rates = machine.rates
-    if config.train.precision == "bf16" and not rates.bf16:
-        raise ConfigError("train.precision=bf16: this accelerator has no bf16.", "Set train.precision=fp32")
-    if config.train.precision != "auto":
-        return config.train.precision
+    """The recipe's precision (ConfigError: not on this chip); auto: bf16 on accelerators, on CPU if 1.2 x faster."""
+    rates, asked = machine.rates, config.train.precision
+    if asked.startswith("bf16") and not rates.bf16:
+        raise ConfigError(f"train.precision={asked}: this accelerator has no bf16.", "Set train.precision=fp16 or fp32")
+    if asked == "tf32" and not machine.card:
+        require_tf32()
+    if asked != "auto":
+        return asked
     return "bf16" if rates.bf16 > (1.2 * rates.fp32 if machine.kind == "cpu" else 0) else "fp32"
 
 
@@ -158,13 +161,13 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
             method=config.method,
             optimizer=config.train.optimizer,
             num_ranks=num_ranks,
-            compute_bytes=2 if choose_precision(config, facts.machine) == "bf16" else 4,
+            precision=choose_precision(config, facts.machine),
             micro_tokens=count * longest if unit == "rows" else max(count, longest),
             longest=longest,
             recompute=recompute,
             accumulates=_accumulates(config, num_ranks, facts.volume, micro_batch),
             adapters=adapters.parameters if is_lora else 0,
-            adapted_inputs=adapters.inputs_per_block if is_lora else 0,
+            adapted_inputs=adapters.inputs_per_block if is_lora and config.lora.variant == "dora" else 0,
             on_cpu=facts.machine.kind == "cpu",
             vocabulary=adapters.vocabulary if is_lora else 0,
         )
@@ -288,7 +291,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         method=config.method,
         ranks=num_ranks,
         device=machine.kind,
-        precision="bf16" if job.compute_bytes == 2 else "fp32",
+        precision=job.precision,
         micro_batch=choice.micro_batch,
         recompute=job.recompute,
         lines=tuple(memory_lines(facts.shape, job)),
@@ -323,8 +326,9 @@ def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
         about = f"tokens are estimated (bytes / 4), memory is for rows of {job.longest:,} tokens"
         yield f"{about}; fullshard prepare counts exactly"
     if machine.kind == "cpu" and config.train.precision == "auto":
-        precision = "bf16" if job.compute_bytes == 2 else "fp32"
-        yield f"{precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
+        yield f"{job.precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
+    if machine.kind == "cpu" and job.precision == "fp16":
+        yield "fp16 on a CPU is for correctness: slow, and its time is planned at the rate of bf16"
     if job.recompute and config.train.recompute == "auto":
         yield "activations are recomputed because they would not fit otherwise; a third more work"
     if config.data.max_length > job.longest == facts.shape.max_positions:

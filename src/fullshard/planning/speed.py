@@ -35,6 +35,7 @@ class Rates:
     fp32: float
     bf16: float
     cores: int  # cores that share the work of a CPU machine; 1 on accelerators
+    fp16: float = 0.0  # measured where there is no bf16; else as fast as that
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class StepWork:
 def measure_rates(kind: str, cores: int) -> Rates:
     """Time one product in fp32 and bf16, on one thread or one device. Under half a second on a CPU; cached."""
     bf16 = _timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
-    return Rates(_timed_product(torch.float32, kind), bf16, cores if kind == "cpu" else 1)
+    fp16 = 0.0 if bf16 else _timed_product(torch.float16, kind)
+    return Rates(_timed_product(torch.float32, kind), bf16, cores if kind == "cpu" else 1, fp16)
 
 
 def _timed_product(dtype: torch.dtype, kind: str) -> float:
@@ -98,7 +100,7 @@ def run_seconds(shape: ModelShape, work: StepWork, job: Job, rates: Rates, link:
     touched = 28 * trained * work.num_steps / (ranks if is_full else 1)  # bytes that the optimizer reads and writes
     moved = 4 * shape.parameters + 12 * trained  # read the base, write the last checkpoint
     wire = wire_seconds(shape, work, job.method, job.compute_bytes, ranks, link)
-    rate = rates.bf16 if job.compute_bytes == 2 else rates.fp32
+    rate = {"fp32": rates.fp32, "tf32": rates.bf16 / 2}.get(job.precision, rates.bf16 or rates.fp16)  # data sheets
     efficiency, optimizer = DEVICE_EFFICIENCY, DEVICE_OPTIMIZER_BYTES_PER_SECOND
     if job.on_cpu:
         rate *= rates.cores / ranks  # also where ranks share a core

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.config import LoraSection
+from fullshard.model.adapters import add_adapters
 from fullshard.planning.memory import (
     DEVICE_CONTEXT_BYTES,
     Job,
@@ -46,7 +47,7 @@ def job(**changes):
         "method": "full",
         "optimizer": "adamw",
         "num_ranks": 2,
-        "compute_bytes": 4,
+        "precision": "fp32",
         "micro_tokens": 128,
         "longest": 32,
         "recompute": False,
@@ -103,7 +104,7 @@ def test_tied_weights_are_one_unit():
 
 def test_states_of_llama_8b_on_64_ranks(llama):
     """16 bytes a parameter over 64 ranks: 1,914.6 MiB, as traced for fully_shard."""
-    found = by_cause(llama, num_ranks=64, compute_bytes=2, on_cpu=False)
+    found = by_cause(llama, num_ranks=64, precision="bf16", on_cpu=False)
     assert found["fp32 masters"] == found["fp32 gradients"] == 4 * 8_030_261_248 // 64 == 501_891_328
     assert found["optimizer state"] == 8 * 8_030_261_248 // 64
     assert found["gathered weights"] == 2 * 2 * 525_340_672  # the head twice, bf16
@@ -113,7 +114,7 @@ def test_states_of_llama_8b_on_64_ranks(llama):
 
 def test_llama_8b_on_64_ranks_is_near_the_traced_peak(llama):
     """fully_shard, embedding and [norm, head] apart, checkpointing, 1 x 2048 tokens: traced at 6,056 MiB."""
-    wanted = job(num_ranks=64, compute_bytes=2, micro_tokens=2048, longest=2048, recompute=True, on_cpu=False)
+    wanted = job(num_ranks=64, precision="bf16", micro_tokens=2048, longest=2048, recompute=True, on_cpu=False)
     peak = (moment_peaks(llama, wanted)["train"] - DEVICE_CONTEXT_BYTES) / 2**20
     assert 6056 <= peak <= 1.35 * 6056
 
@@ -146,7 +147,7 @@ def test_several_micro_batches_keep_whole_gradients(k1):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_lora_shares_the_base_and_repeats_the_adapters(k1, num_ranks):
-    found = by_cause(k1, method="lora", adapters=1000, num_ranks=num_ranks, compute_bytes=2)
+    found = by_cause(k1, method="lora", adapters=1000, num_ranks=num_ranks, precision="bf16")
     assert found["frozen base"] == 2 * 7248 // num_ranks
     assert found["adapters"] == 16 * 1000
     assert not {"fp32 masters", "fp32 gradients", "optimizer state", "gradient reduction"} & set(found)
@@ -236,3 +237,43 @@ def test_activation_formula_is_near_what_autograd_keeps(family, dtype):
     measured = (counts[1] - counts[0]) / 2
     predicted = block_bytes_per_token(shape_of(model), 4 if dtype == torch.float32 else 2, 64)
     assert 0.9 * measured <= predicted <= 1.2 * measured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activation_formula_under_adapters(family, variant, dtype):
+    """fp32 masters of adapters, which multiply in the base's dtype: no fp32 copy of their inputs (DoRA: measured)."""
+    counts, lora = [], LoraSection(rank=2, variant=variant)
+    for num_layers in (1, 3):
+        layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": num_layers}
+        settings = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2} | FAMILIES[family] | layers
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype)
+        shape = shape_of(model)
+        add_adapters(model, lora)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            kept = torch.float32 if parameter.requires_grad else dtype
+            parameter.data = torch.zeros(parameter.shape, dtype=kept)
+        counts.append(kept_per_token(model, 256))
+        inputs = add_adapter_shape(on_meta(family, **settings), lora).inputs_per_block if variant == "dora" else 0
+    measured = (counts[1] - counts[0]) / 2
+    predicted = block_bytes_per_token(shape, dtype.itemsize, 64, inputs)
+    assert 0.85 * measured <= predicted <= 1.3 * measured
+
+
+@pytest.mark.parametrize(
+    ("precision", "held"), [("fp32", 16), ("tf32", 16), ("bf16", 16), ("fp16", 16), ("bf16_pure", 12)]
+)
+def test_bytes_of_a_trained_parameter(k1, precision, held):
+    """Weight, gradient and moments at rest, full and adapters; docs/precision.md has the same table."""
+    full = by_cause(k1, precision=precision, num_ranks=1)
+    states = [size for cause, size in full.items() if cause.endswith(("masters", "gradients", "optimizer state"))]
+    assert sum(states) == held * 7248
+    assert by_cause(k1, precision=precision, method="lora", adapters=1000)["adapters"] == held * 1000
+    compute = 4 if precision in ("fp32", "tf32") else 2
+    assert full["gathered weights"] == compute * (1040 + 2 * 2592)
+    loaded = (
+        moment_peaks(k1, job(precision=precision, num_ranks=1))["load"] - moment_peaks(k1, job(num_ranks=1))["load"]
+    )
+    assert loaded == ((2 if precision == "bf16_pure" else 4) - 4) * 7248

@@ -58,7 +58,7 @@ def test_gloo_wire_by_hand():
 
 
 def test_more_work_takes_longer_and_low_is_below_high():
-    settings = {"optimizer": "adamw", "compute_bytes": 4, "micro_tokens": 1, "longest": 1, "recompute": False}
+    settings = {"optimizer": "adamw", "precision": "fp32", "micro_tokens": 1, "longest": 1, "recompute": False}
     settings |= {"accumulates": False, "adapted_inputs": 0, "on_cpu": True}
     rates = Rates(50e9, 1e9, 2)
     full_job = Job(method="full", num_ranks=2, adapters=0, **settings)

@@ -61,10 +61,10 @@ def attend(
         return _by_kernel(kernel, query_BHSD, key_BHSD, value_BHSD, scaling, sliding_window, documents), None
     rows = []
     for row, lengths in enumerate(documents.lengths):
-        parts, start = [], 0
-        for length in lengths:
-            place = (slice(row, row + 1), slice(None), slice(start, start + length))
-            inner = (query_BHSD[place], key_BHSD[place], value_BHSD[place])
+        # split, not slices: its backward joins the pieces once instead of adding each to a whole of zeros
+        pieces = zip(*(whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)), strict=True)
+        parts = []
+        for length, inner in zip(lengths, pieces, strict=True):
             if plain:
                 band = _band(length, sliding_window, query_BHSD.device)
                 part = functional.scaled_dot_product_attention(
@@ -73,7 +73,6 @@ def attend(
             else:
                 part = _eager(*inner, scaling, dropout, sliding_window, softcap, s_aux)
             parts.append(part)
-            start += length
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     whole = rows[0] if batch == 1 else torch.cat(rows)
     return whole.transpose(1, 2).contiguous(), None

@@ -169,7 +169,7 @@ def job_of(plan: Plan) -> Job:
         method="full",
         optimizer="adamw",
         num_ranks=plan.ranks,
-        compute_bytes=2,
+        precision="bf16",
         micro_tokens=plan.micro_batch[0],
         longest=plan.longest,
         recompute=plan.recompute,

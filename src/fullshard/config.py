@@ -149,9 +149,9 @@ class TrainSection(Section):
         default=None,
         description='Documents per rank and forward: "4 rows" or "4096 tokens". Default: the plan chooses.',
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure"] = Field(
         default="auto",
-        description="Compute dtype; masters are fp32. auto: bf16 where it is measured faster, else fp32.",
+        description="Compute dtype, with fp32 masters; bf16_pure: none. auto: bf16 where measured faster, else fp32.",
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (betas 0.9, 0.999) or plain SGD.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, matrices only.")

@@ -7,8 +7,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import util
 from pathlib import Path
 
@@ -39,10 +41,7 @@ def load_npu_backend() -> None:
 def device_kind() -> str:
     """``cuda``, ``npu`` or ``cpu``: what this machine computes on. Raises ConfigError as ``load_npu_backend``."""
     load_npu_backend()
-    accelerator = (
-        torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
-    )
-    return accelerator.type if accelerator is not None else "cpu"
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 
 
 def kind_of_card(product: str) -> str:
@@ -120,13 +119,24 @@ def set_threads(num_threads: int) -> None:
     torch.set_num_threads(max(1, num_threads))
 
 
-def use_exact_fp32() -> None:
-    """fp32 products in full fp32: TF32 (cuda) and HF32 (npu) off; their defaults differ by version and operator."""
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+def require_tf32() -> None:
+    """ConfigError where fp32 products cannot run in TF32 (NVIDIA from Ampere on) or HF32 (Ascend 910B on, as bf16)."""
+    kind = device_kind()
+    if not (torch.cuda.is_tf32_supported() if kind == "cuda" else kind == "npu" and supports_bf16()):
+        message = f"train.precision=tf32: this {kind} has no TF32 or HF32 products."
+        raise ConfigError(message, "Set train.precision=auto")
+
+
+def set_fast_fp32(fast: bool) -> None:
+    """fp32 products in TF32 or HF32 (ConfigError: the chip has none), or in full fp32. Defaults differ by version and
+    operator, so every switch is set."""
+    if fast:
+        require_tf32()
+    torch.set_float32_matmul_precision("high" if fast else "highest")
+    torch.backends.cudnn.allow_tf32 = fast
     if device_kind() == "npu":
-        torch.npu.matmul.allow_hf32 = False
-        torch.npu.conv.allow_hf32 = False
+        torch.npu.matmul.allow_hf32 = fast
+        torch.npu.conv.allow_hf32 = fast
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
@@ -151,34 +161,22 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated()
     status = Path("/proc/self/status")
-    if not status.is_file():
-        return psutil.Process().memory_info().rss
-    for line in status.read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
+    found = re.search(r"VmHWM:\s*(\d+)", status.read_text() if status.is_file() else "")
+    return int(found[1]) * 1024 if found else psutil.Process().memory_info().rss
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new peak measurement; silently impossible in some containers on CPU (the peak then spans the process)."""
     if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-        return
-    try:
+        return torch.accelerator.reset_peak_memory_stats()
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def release_memory(device: torch.device) -> None:
     """Give cached accelerator memory back to the driver, so that other processes can use it; nothing on CPU."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch's generators on every device (dropout)."""
-    torch.manual_seed(seed)
 
 
 def cache_folder() -> Path:

@@ -56,7 +56,7 @@ def test_a_value_that_is_not_finite_is_named_and_ends_every_rank(job):
     assert again.returncode == 2 and "output=ANOTHER_FOLDER" in again.stderr  # no checkpoint: no way back to "train"
     again = call(job, "train", "recipe.yaml")
     assert again.returncode == 2 and "resume" not in again.stderr and "output=ANOTHER_FOLDER" in again.stderr
-    assert "not finite" in done.stderr and "Step 1" in done.stderr and "Traceback" not in done.stderr
+    assert "non-finite" in done.stderr and "Step 1" in done.stderr and "Traceback" not in done.stderr
     assert not ranks_alive()
 
 

@@ -34,7 +34,7 @@ group = ranks.start_ranks()
 found["set_before_the_group"] = torch_npu.RECORD["set"][:]
 found["device"] = str(group.device)
 device.use_exact_fp32()
-device.seed_everything(5)
+torch.manual_seed(5)
 found["backend"], found["host"] = dist.get_backend_config(), dist.get_backend_config(group.host)
 found["mesh"] = group.mesh.device_type
 found["objects"] = [group.maximum(2.5), group.gather_objects({"a": 1}), group.broadcast_object("first")]

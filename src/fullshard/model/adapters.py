@@ -13,10 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fullshard.config import LoraSection
 from fullshard.errors import ModelError
 from fullshard.model.names import ADAPTER, base_name, is_adapter
+
+
+class AdapterMatrix(nn.Linear):
+    """A or B of an adapter: rests as an fp32 master and multiplies in its input's dtype, as sharded weights do."""
+
+    follows_input = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out), in the dtype of ``inputs``."""
+        return functional.linear(inputs, self.weight.to(inputs.dtype))
 
 
 def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
@@ -46,6 +57,12 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
             f"lora.targets = {lora.targets!r} does not fit {type(model).__name__}: {str(error).splitlines()[0]}",
             f"Linear modules of this model: {', '.join(linear)}",
         ) from None
+    for place in adapter_places(model):
+        if place.layout in ("linear", "conv1d") and not place.has_magnitude:
+            layer = model.get_submodule(place.module)
+            layer.cast_input_dtype_enabled = False  # PEFT would widen the input to the adapter's fp32
+            for matrices in (layer.lora_A, layer.lora_B):
+                matrices[ADAPTER].__class__ = AdapterMatrix
 
 
 def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> None:

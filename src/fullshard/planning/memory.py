@@ -1,7 +1,8 @@
 """Memory of one rank as closed formulas, by cause. Bytes; N parameters, W ranks, c bytes of the compute dtype.
 
 States (N full, A adapter parameters): masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0); LoRA keeps the frozen base in
-the compute dtype, cN/W, and the adapters whole on every rank, 4A + 4A + 8A. Transients, with U the largest unit that is
+the compute dtype, cN/W, and the adapters whole on every rank, 4A + 4A + 8A; bf16_pure has 2 in place of each 4, the
+moments stay fp32 (train/precision.py). Transients, with U the largest unit that is
 gathered at once (embedding, block or head): gathered 2cU (the one in use and the one on its way), 4U on the fp32 wire
 of the reduction; several micro-batches keep whole fp32 gradients, 4N (the torch engine reduces once a step). For an 8B
 model on 64 ranks this lies above the traced fully_shard peak, by less than 35 % (tests/unit/planning).
@@ -11,9 +12,9 @@ n features of all norms: 2h in Llama):
     c (2h + n + 4a + mf) + 4n
 the two inputs of the products (h, h), the norms' normalised form and their fp32 input (LayerNorm: only its input), the
 attention's query, output, keys and values (repeated for every head), and m tensors of the MLP: 4 with a gate, 2 with
-one fused activation, 5 with one written in Python (dropout masks are left out). bf16 LoRA adds an fp32 copy of each
-adapted layer's input; eager attention 12 bytes x heads x longest row. Within 10 % of what autograd keeps in llama,
-qwen3 and gpt2 (tests/unit/planning), above it for LoRA. With recomputation every block keeps its input, ch, and one
+one fused activation, 5 with one written in Python (dropout masks are left out). DoRA adds about 16 bytes for each input
+feature of an adapted layer; eager attention 12 bytes x heads x longest row. Within 10 % of what autograd keeps in
+llama, qwen3 and gpt2, full or LoRA (tests/unit/planning). With recomputation every block keeps its input, ch, and one
 block at a time is whole.
 """
 
@@ -22,11 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape
+from fullshard.train.precision import precision_of
 
-CPU_PROCESS_BYTES = (
-    600_000_000  # resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run
-)
-# (2 ranks, 151-token rows) peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
+# Resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run (2 ranks, 151-token rows)
+# peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
+CPU_PROCESS_BYTES = 600_000_000
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
@@ -40,15 +41,20 @@ class Job:
     method: str  # full | lora
     optimizer: str  # adamw | sgd
     num_ranks: int
-    compute_bytes: int  # 4 fp32, 2 bf16
+    precision: str  # a mode of train/precision.py
     micro_tokens: int  # padded area, rows x longest, of one micro-batch on one rank
     longest: int  # tokens of the longest row
     recompute: bool
     accumulates: bool  # more than one micro-batch a step
     adapters: int  # adapter parameters, 0 for full
-    adapted_inputs: int  # input features of a block's adapted layers, 0 for full
+    adapted_inputs: int  # input features of a block's layers under DoRA, else 0
     on_cpu: bool
     vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number in products."""
+        return precision_of(self.precision).compute.itemsize
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,12 @@ class Line:
 
 
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
-    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: LoRA only."""
+    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: DoRA only."""
     features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
     total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
     if not shape.fused_norms:
         total += 4 * shape.norm_width
-    if compute_bytes == 2:
-        total += 4 * adapted_inputs
+    total += 16 * adapted_inputs
     if shape.eager_attention:
         total += 12 * shape.num_heads * longest
     return total
@@ -79,9 +84,8 @@ def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, a
 
 def largest_unit(shape: ModelShape) -> int:
     """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
-    return (
-        max(shape.block, shape.embedding + shape.head) if shape.tied else max(shape.block, shape.embedding, shape.head)
-    )
+    outer = shape.embedding + shape.head if shape.tied else max(shape.embedding, shape.head)
+    return max(shape.block, outer)
 
 
 def gathered_parameters(shape: ModelShape) -> int:
@@ -93,60 +97,63 @@ def gathered_parameters(shape: ModelShape) -> int:
 def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
     """A rank's memory in training, by cause. Zero causes are left out."""
     size, ranks, compute = shape.parameters, job.num_ranks, job.compute_bytes
-    trained = size if job.method == "full" else 0
-    states = 8 if job.optimizer == "adamw" else 0
-    baseline = CPU_PROCESS_BYTES if job.on_cpu else DEVICE_CONTEXT_BYTES
-    lines = [Line("libraries" if job.on_cpu else "device context", baseline, "fixed", "always")]
-    if job.method == "full":
-        lines += [
-            Line("fp32 masters", _share(4 * size, ranks), f"4 x {size:,} / {ranks}", "always"),
-            Line("fp32 gradients", _share(4 * size, ranks), f"4 x {size:,} / {ranks}", "always"),
-            Line("optimizer state", _share(states * size, ranks), f"{states} x {size:,} / {ranks}", "always"),
-        ]
+    adapters, vocabulary = job.adapters, job.vocabulary
+    is_full, states = job.method == "full", 8 if job.optimizer == "adamw" else 0
+    master = precision_of(job.precision).master.itemsize  # of a trained weight, and of its gradient
+    name = "fp32" if master == 4 else "bf16"
+
+    def shared(cause: str, each: int, count: int, factor: str = "") -> Line:
+        return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", "always")
+
+    if job.on_cpu:
+        lines = [Line("libraries", CPU_PROCESS_BYTES, "fixed", "always")]
     else:
-        adapters = job.adapters
+        lines = [Line("device context", DEVICE_CONTEXT_BYTES, "fixed", "always")]
+    if is_full:
+        lines += [shared(f"{name} masters", master, size), shared(f"{name} gradients", master, size)]
+        lines += [shared("optimizer state", states, size)]
+    else:
+        held = f"({master} + {master} + {states})"
         lines += [
-            Line("frozen base", _share(compute * size, ranks), f"{compute} x {size:,} / {ranks}", "always"),
-            Line("adapters", (8 + states) * adapters, f"(4 + 4 + {states}) x {adapters:,}, on every rank", "always"),
+            shared("frozen base", compute, size),
+            Line("adapters", (2 * master + states) * adapters, f"{held} x {adapters:,}, on every rank", "always"),
+            shared("vocabulary", 2 * master + states, vocabulary, held),
         ]
-        vocabulary = f"(4 + 4 + {states}) x {job.vocabulary:,} / {ranks}"
-        lines.append(Line("vocabulary", _share((8 + states) * job.vocabulary, ranks), vocabulary, "always"))
     gathered = gathered_parameters(shape)
-    lines.append(Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"))
-    sharded = trained or job.vocabulary  # trained parameters that are cut over the ranks
-    if sharded and job.accumulates:
-        lines.append(Line("kept gradients", 4 * sharded, f"4 x {sharded:,}, more than one micro-batch", "backward"))
-    if sharded:
-        unit = min(largest_unit(shape), sharded)
-        lines.append(Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"))
-    lines += _activation_lines(shape, job)
+    sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
+    unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
+    lines += [
+        Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"),
+        Line("kept gradients", 4 * kept, f"4 x {kept:,}, more than one micro-batch", "backward"),
+        Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"),
+        *_activation_lines(shape, job),
+    ]
     slack = int(SLACK * _backward_bytes(lines))
     lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
-    moved = _share(4 * sharded, ranks) + 4 * job.adapters
-    if job.optimizer == "adamw":
+    if states:
+        moved = _share(4 * sharded, ranks) + 4 * adapters
         lines.append(Line("optimizer temporary", moved, "4 x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]
 
 
 def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
-    per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
-    tokens, layers = job.micro_tokens, shape.num_layers
+    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
+    tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
     if job.recompute:
         inputs = job.compute_bytes * shape.hidden_size
         kept = f"{tokens:,} tokens x {layers} blocks x {inputs:,}"
         lines = [
             Line("block inputs", tokens * layers * inputs, kept, "backward"),
-            Line("recomputed block", tokens * per_token, f"{tokens:,} tokens x {per_token:,}", "block"),
+            Line("recomputed block", tokens * each, f"{tokens:,} tokens x {each:,}", "block"),
         ]
     else:
-        kept = f"{tokens:,} tokens x {layers} blocks x {per_token:,}"
-        lines = [Line("activations", tokens * layers * per_token, kept, "backward")]
-    mask = (1 + job.compute_bytes) * tokens * job.longest
+        kept = f"{tokens:,} tokens x {layers} blocks x {each:,}"
+        lines = [Line("activations", tokens * layers * each, kept, "backward")]
     chunk = min(logits_chunk_rows(shape), tokens)
     logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [
         *lines,
-        Line("attention mask", mask, f"{1 + job.compute_bytes} x {tokens:,} x {job.longest:,}", "backward"),
+        Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "head"),
     ]
 
@@ -163,7 +170,8 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     lines = memory_lines(shape, job)
     always, in_step = _bytes_at(lines, "always"), _bytes_at(lines, "step")
     baseline = lines[0].bytes
-    stored = 4 if job.method == "full" else job.compute_bytes
+    mode = precision_of(job.precision)
+    stored = (mode.master if job.method == "full" else mode.compute).itemsize
     base = baseline + _share(stored * shape.parameters, job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)

@@ -23,7 +23,7 @@ class Plan:
     method: str
     ranks: int
     device: str  # cpu | cuda | npu
-    precision: str  # fp32 | bf16: the compute dtype
+    precision: str  # a mode of train/precision.py
     micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
     recompute: bool
     lines: tuple[Line, ...]

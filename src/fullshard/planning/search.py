@@ -9,25 +9,21 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
+from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
 from fullshard.errors import ConfigError, PlanError
+from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.shape import (
-    AdapterShape,
-    ModelShape,
-    add_adapter_shape,
-    build_for_plan,
-    shape_of,
-    shipped_config,
-)
 from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
+from fullshard.train.precision import precision_of
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
 DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
@@ -72,8 +68,8 @@ class Facts:
     """Everything the search looks at, read once."""
 
     machine: Machine
-    shape: ModelShape
-    adapters: AdapterShape
+    shape: shapes.ModelShape
+    adapters: shapes.AdapterShape
     volume: Volume
 
 
@@ -92,8 +88,6 @@ def make_plan(
     Raises PlanError, with up to three changes that were checked to fit, where the job does not fit; ConfigError where
     rows are longer than the model's positions; ModelError and DataError for unusable inputs.
     """
-    from fullshard.device import default_ranks
-
     count, card = parse_devices(devices) if devices else (None, None)
     num_ranks = count or ranks or default_ranks()
     if ranks not in (None, num_ranks):
@@ -101,13 +95,12 @@ def make_plan(
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
-    if card and (not card.bf16_flops or choose_precision(config, facts.machine) != "bf16"):
+    if card and (not card.bf16_flops or precision_of(choose_precision(config, facts.machine)).compute.itemsize > 2):
         raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
     _require_positions(config, facts)
     choice = choose(config, num_ranks, facts)
-    usable = facts.machine.usable_bytes(num_ranks)
-    if choice.peak_bytes > usable:
-        raise _does_not_fit(config, num_ranks, facts, choice, usable)
+    if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
+        raise _does_not_fit(config, num_ranks, facts, choice)
     return _finish(config, num_ranks, facts, choice)
 
 
@@ -115,85 +108,74 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     """Read the machine, the model's shape, the adapters' size (also of a full recipe: as the way out) and the data."""
     from fullshard.model.fetch import with_model_folder
 
-    if config.model.revision or not shipped_config(config.model.path):
+    if config.model.revision or not shapes.shipped_config(config.model.path):
         config = with_model_folder(config, weights=False)
     volume = volume or read_volume(config)
     added = len(config.model.add_tokens)
-    model = build_for_plan(config.model.path, added)
-    shape = shape_of(model)
-    adapters = add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
+    model = shapes.build_for_plan(config.model.path, added)
+    shape = shapes.shape_of(model)
+    adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
     return Facts(machine_of(card) if card else read_machine(), shape, adapters, volume)
 
 
 def machine_of(card: Accelerator) -> Machine:
     """A machine with this card, from its facts: the rate is the share of the peak that products reach in practice."""
-    from fullshard.device import kind_of_card
-
     rates = Rates(0.0, card.bf16_flops * card.reachable, 1)
     return Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
 
 
 def read_machine() -> Machine:
     """This machine's kind of device, free memory, rates and links."""
-    from fullshard.device import device_kind, device_memory, device_name
-
-    kind = device_kind()
-    host = read_host()
+    kind, host = device_kind(), read_host()
     rates = measure_rates(kind, host.cores)
     if kind == "cpu":
         return Machine(kind, host.available_bytes, rates, None)
     known = find_accelerator(device_name())
-    free, total = device_memory()
-    return Machine(kind, min(free, total), rates, known.link_bytes_per_second if known else 31e9)
+    return Machine(kind, min(device_memory()), rates, known.link_bytes_per_second if known else 31e9)
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
-    """The recipe's precision (ConfigError for bf16 without it); auto: bf16 on accelerators, on CPU if 1.2 x faster."""
-    if config.train.precision == "bf16" and not machine.rates.bf16:
-        raise ConfigError("train.precision=bf16: this accelerator has no bf16.", "Set train.precision=fp32")
-    if config.train.precision != "auto":
-        return config.train.precision
-    if machine.kind != "cpu":
-        return "bf16" if machine.rates.bf16 else "fp32"
-    return "bf16" if machine.rates.bf16 > 1.2 * machine.rates.fp32 else "fp32"
+    """The recipe's precision (ConfigError: not on this chip); auto: bf16 on accelerators, on CPU if 1.2 x faster."""
+    rates, asked = machine.rates, config.train.precision
+    if asked.startswith("bf16") and not rates.bf16:
+        raise ConfigError(f"train.precision={asked}: this accelerator has no bf16.", "Set train.precision=fp16 or fp32")
+    if asked == "tf32" and not machine.card:
+        require_tf32()
+    if asked != "auto":
+        return asked
+    return "bf16" if rates.bf16 > (1.2 * rates.fp32 if machine.kind == "cpu" else 0) else "fp32"
 
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
     """The first choice that fits, by speed; where none fits, the one with the smallest peak."""
-    usable = facts.machine.usable_bytes(num_ranks)
-    smallest: Choice | None = None
+    usable, choices = facts.machine.usable_bytes(num_ranks), []
     for choice in _choices(config, num_ranks, facts):
         if choice.peak_bytes <= usable:
             return choice
-        if smallest is None or choice.peak_bytes < smallest.peak_bytes:
-            smallest = choice
-    assert smallest is not None
-    return smallest
+        choices.append(choice)
+    return min(choices, key=lambda choice: choice.peak_bytes)
 
 
 def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice]:
-    longest = longest_row(config, facts)
-    share = _tokens_of_a_rank(config, num_ranks, facts.volume)
+    longest, adapters, is_lora = longest_row(config, facts), facts.adapters, config.method == "lora"
     recomputes = {"auto": (False, True), "on": (True,), "off": (False,)}[config.train.recompute]
-    for recompute in recomputes:
-        for micro_batch in _micro_batches(config, facts.machine.kind, longest, share):
-            count, unit = micro_batch
-            area = count * longest if unit == "rows" else max(count, longest)
-            job = Job(
-                method=config.method,
-                optimizer=config.train.optimizer,
-                num_ranks=num_ranks,
-                compute_bytes=2 if choose_precision(config, facts.machine) == "bf16" else 4,
-                micro_tokens=area,
-                longest=longest,
-                recompute=recompute,
-                accumulates=_accumulates(config, num_ranks, facts.volume, micro_batch),
-                adapters=facts.adapters.parameters if config.method == "lora" else 0,
-                adapted_inputs=facts.adapters.inputs_per_block if config.method == "lora" else 0,
-                on_cpu=facts.machine.kind == "cpu",
-                vocabulary=facts.adapters.vocabulary if config.method == "lora" else 0,
-            )
-            yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
+    for recompute, micro_batch in itertools.product(recomputes, _micro_batches(config, num_ranks, facts)):
+        count, unit = micro_batch
+        job = Job(
+            method=config.method,
+            optimizer=config.train.optimizer,
+            num_ranks=num_ranks,
+            precision=choose_precision(config, facts.machine),
+            micro_tokens=count * longest if unit == "rows" else max(count, longest),
+            longest=longest,
+            recompute=recompute,
+            accumulates=_accumulates(config, num_ranks, facts.volume, micro_batch),
+            adapters=adapters.parameters if is_lora else 0,
+            adapted_inputs=adapters.inputs_per_block if is_lora and config.lora.variant == "dora" else 0,
+            on_cpu=facts.machine.kind == "cpu",
+            vocabulary=adapters.vocabulary if is_lora else 0,
+        )
+        yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
 
 
 def longest_row(config: RunConfig, facts: Facts) -> int:
@@ -206,27 +188,23 @@ def longest_row(config: RunConfig, facts: Facts) -> int:
 
 def _accumulates(config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]) -> bool:
     """Whether one of the first steps takes more than one micro-batch, laid out as training will."""
-    lengths = np.minimum(volume.lengths, config.data.max_length)
-    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch))[:3]
     packing, limit = config.data.packing, config.data.max_length
+    lengths = np.minimum(volume.lengths, limit)
+    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch))[:3]
     return any(len(lay_out(window, lengths, num_ranks, micro_batch, packing, limit)) > 1 for window in first)
 
 
-def _tokens_of_a_rank(config: RunConfig, num_ranks: int, volume: Volume) -> int:
-    """Padded tokens that one rank sees in a full step, with a third more for padding and unevenness."""
-    count, unit = parse_quantity(config.train.global_batch)
-    lengths = np.minimum(volume.lengths, config.data.max_length)
-    tokens = min(count, len(lengths)) * float(lengths.mean()) if unit == "rows" else min(count, int(lengths.sum()))
-    return max(1, int(1.3 * tokens / num_ranks))
-
-
-def _micro_batches(config: RunConfig, kind: str, longest: int, share: int) -> list[tuple[int, str]]:
-    """Sizes to try, best first."""
+def _micro_batches(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[int, str]]:
+    """Sizes to try, best first, bounded by what a rank sees in a full step (a third more for padding, unevenness)."""
     if config.train.micro_batch is not None:
         return [parse_quantity(config.train.micro_batch)]
+    count, unit = parse_quantity(config.train.global_batch)
+    lengths = np.minimum(facts.volume.lengths, config.data.max_length)
+    tokens = min(count, len(lengths)) * float(lengths.mean()) if unit == "rows" else min(count, int(lengths.sum()))
+    share, longest = max(1, int(1.3 * tokens / num_ranks)), longest_row(config, facts)
     bound = max(longest, -(-share // 64) * 64)
-    sizes = [min(size, bound) for size in (CPU_MICRO_TOKENS if kind == "cpu" else DEVICE_MICRO_TOKENS)]
-    sizes = [max(size, longest) for size in sizes]
+    sizes = CPU_MICRO_TOKENS if facts.machine.kind == "cpu" else DEVICE_MICRO_TOKENS
+    sizes = [max(min(size, bound), longest) for size in sizes]
     sizes += [bound, longest]  # a whole step at once keeps no gradients over micro-batches; one row is the least
     return [(size, "tokens") for size in dict.fromkeys(sizes)]
 
@@ -234,200 +212,163 @@ def _micro_batches(config: RunConfig, kind: str, longest: int, share: int) -> li
 def _require_positions(config: RunConfig, facts: Facts) -> None:
     positions, longest = facts.shape.max_positions, facts.volume.longest
     if positions and longest > positions and not facts.volume.is_estimate:
-        raise ConfigError(
-            f"The longest row has {longest:,} tokens; {config.model.path} has {positions:,} positions.",
-            f"Set data.max_length={positions} and data.too_long=drop (or cut).",
-        )
+        message = f"The longest row has {longest:,} tokens; {config.model.path} has {positions:,} positions."
+        raise ConfigError(message, f"Set data.max_length={positions} and data.too_long=drop (or cut).")
 
 
-def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[str, dict[str, dict[str, object]], int]]:
-    """Single changes, cheapest first: (words, updates by section, ranks)."""
-    train = config.train
-    found: list[tuple[str, dict[str, dict[str, object]], int]] = []
-    if train.micro_batch is not None:
-        found.append(("train.micro_batch=null", {"train": {"micro_batch": None}}, num_ranks))
-    if train.recompute == "off":
-        found.append(("train.recompute=auto", {"train": {"recompute": "auto"}}, num_ranks))
-    if facts.machine.kind == "cpu" and num_ranks > 1:
-        found.append(("--ranks 1", {}, 1))
-    if facts.machine.kind != "cpu" and facts.machine.rates.bf16 and choose_precision(config, facts.machine) == "fp32":
-        found.append(("train.precision=bf16", {"train": {"precision": "bf16"}}, num_ranks))
-    longest = longest_row(config, facts)
-    for length in (longest // 2, longest // 4):
-        if length >= 64:
-            words = f"data.max_length={length} data.too_long=drop"
-            found.append((words, {"data": {"max_length": length, "too_long": "drop"}}, num_ranks))
-    if config.method == "full":
-        found.append(("method=lora", {"": {"method": "lora"}}, num_ranks))
-        if train.optimizer == "adamw":
-            found.append(("train.optimizer=sgd", {"train": {"optimizer": "sgd"}}, num_ranks))
-    if facts.machine.kind != "cpu":
-        card = facts.machine.card
-        for more in (2 * num_ranks, 4 * num_ranks, 8 * num_ranks):
-            found.append((f"--devices {more}x{card.name}" if card else f"--ranks {more} (more devices)", {}, more))
-    return found
+def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, Any]]:
+    """Single changes that make sense here, cheapest first: the recipe's keys (or ``ranks``) and their new values."""
+    on_cpu, is_full, longest = facts.machine.kind == "cpu", config.method == "full", longest_row(config, facts)
+    may_use_bf16 = facts.machine.rates.bf16 and choose_precision(config, facts.machine) == "fp32"
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (config.train.micro_batch is not None, {"train.micro_batch": None}),
+        (config.train.recompute == "off", {"train.recompute": "auto"}),
+        (on_cpu and num_ranks > 1, {"ranks": 1}),
+        (not on_cpu and may_use_bf16, {"train.precision": "bf16"}),
+        (longest // 2 >= 64, {"data.max_length": longest // 2, "data.too_long": "drop"}),
+        (longest // 4 >= 64, {"data.max_length": longest // 4, "data.too_long": "drop"}),
+        (is_full, {"method": "lora"}),
+        (is_full and config.train.optimizer == "adamw", {"train.optimizer": "sgd"}),
+        *((not on_cpu, {"ranks": factor * num_ranks}) for factor in (2, 4, 8)),
+    ]
+    return [change for makes_sense, change in changes if makes_sense]
 
 
-def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice, usable: int) -> PlanError:
-    changes = _changes(config, num_ranks, facts)
-    fitting: list[str] = []
-    used: list[set[str]] = []
-    least, least_words = best.peak_bytes, ""
-    for size in (1, 2, 3):
-        for chosen in itertools.combinations(changes, size):
-            words = {change[0].split("=")[0].split()[0] for change in chosen}
-            names = {change[0] for change in chosen}
-            if len(words) < size or any(smaller <= names for smaller in used) or len(fitting) == 3:
-                continue
-            changed, ranks = config, num_ranks
-            for _, updates, new_ranks in chosen:
-                changed, ranks = _apply(changed, updates), new_ranks if new_ranks != num_ranks else ranks
-            candidate = choose(changed, ranks, facts)
-            text = " ".join(change[0] for change in chosen)
-            allowed = facts.machine.usable_bytes(ranks)
-            if candidate.peak_bytes <= allowed:
-                peak = f"{format_bytes(candidate.peak_bytes)} of {format_bytes(allowed)}"
-                fitting.append(f"  {text}   ({peak} a rank)")
-                used.append(names)
-            elif candidate.peak_bytes < least:
-                least, least_words = candidate.peak_bytes, text
-    kind = "host memory that is free now, shared by the ranks" if facts.machine.kind == "cpu" else "device memory"
+def _in_words(changes: dict[str, Any], card: Accelerator | None) -> str:
+    """As typed on the command line."""
+    ranks = "--devices {}x" + card.name if card else "--ranks {}"
+    more = "" if card or changes.get("ranks", 1) == 1 else " (more devices)"
+    words = [ranks.format(value) + more if key == "ranks" else f"{key}={value}" for key, value in changes.items()]
+    return " ".join(words).replace("=None", "=null")
+
+
+def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        update = {section: getattr(config, section).model_copy(update={name: value})} if section else {name: value}
+        config = config.model_copy(update=update)
+    return config
+
+
+def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
+    """Tries single changes, then two and three together, until three ways fit."""
+    machine, singles = facts.machine, _changes(config, num_ranks, facts)
+    fitting: list[dict[str, Any]] = []
+    lines: list[str] = []
+    least, smallest = best.peak_bytes, ""
+    for chosen in (some for size in (1, 2, 3) for some in itertools.combinations(singles, size)):
+        changes = {key: value for change in chosen for key, value in change.items()}
+        if len(changes) < sum(map(len, chosen)) or any(smaller.items() <= changes.items() for smaller in fitting):
+            continue
+        text = _in_words(changes, machine.card)
+        ranks = changes.get("ranks", num_ranks)
+        settings = {key: value for key, value in changes.items() if key != "ranks"}
+        peak, allowed = choose(_apply(config, settings), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        if peak <= allowed:
+            fitting.append(changes)
+            lines.append(f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)")
+            if len(fitting) == 3:
+                break
+        elif peak < least:
+            least, smallest = peak, f" The least found, {format_bytes(peak)} a rank, is with: {text}."
+    kind = "host memory that is free now, shared by the ranks" if machine.kind == "cpu" else "device memory"
     largest = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)[:3]
     causes = ", ".join(f"{line.cause} {format_bytes(line.bytes)}" for line in largest)
     message = (
         f"The job does not fit: at its smallest it needs {format_bytes(best.peak_bytes)} a rank on {num_ranks} ranks;"
-        f" {format_bytes(usable)} a rank may be used ({kind}). Largest causes: {causes}."
+        f" {format_bytes(machine.usable_bytes(num_ranks))} a rank may be used ({kind}). Largest causes: {causes}."
     )
-    if fitting:
-        return PlanError(message, "Changes that fit, cheapest first:\n" + "\n".join(fitting))
-    smallest = f" The least found, {format_bytes(least)} a rank, is with: {least_words}." if least_words else ""
-    return PlanError(
-        message, f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory."
-    )
-
-
-def _apply(config: RunConfig, updates: dict[str, dict[str, object]]) -> RunConfig:
-    for section, values in updates.items():
-        if section:
-            values = {section: getattr(config, section).model_copy(update=values)}
-        config = config.model_copy(update=values)
-    return config
+    if lines:
+        return PlanError(message, "\n".join(["Changes that fit, cheapest first:", *lines]))
+    hint = f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory."
+    return PlanError(message, hint)
 
 
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
-    precision = "bf16" if choice.job.compute_bytes == 2 else "fp32"
-    work, step, num_steps = measure_work(config, num_ranks, facts.volume, choice.micro_batch)
-    trained = facts.shape.parameters if config.method == "full" else choice.job.adapters
-    low, high = run_seconds(
-        facts.shape,
-        work,
-        method=config.method,
-        precision=precision,
-        recompute=choice.job.recompute,
-        num_ranks=num_ranks,
-        rates=facts.machine.rates,
-        on_cpu=choice.job.on_cpu,
-        link=facts.machine.link_bytes_per_second,
-        trained_parameters=trained,
-    )
-    about = "~" if facts.volume.is_estimate else ""
-    plural = "" if step.micro_batches == 1 else "es"
-    ranks_word = "rank" if num_ranks == 1 else "ranks"
+    machine, volume, job = facts.machine, facts.volume, choice.job
+    work, step = measure_work(config, num_ranks, volume, choice.micro_batch)
+    low, high = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second)
+    rows, tokens, micro_batches = step
+    about = "~" if volume.is_estimate else ""
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    layout = f"{ranks} x {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
     return Plan(
         method=config.method,
         ranks=num_ranks,
-        device=facts.machine.kind,
-        precision=precision,
+        device=machine.kind,
+        precision=job.precision,
         micro_batch=choice.micro_batch,
-        recompute=choice.job.recompute,
-        lines=tuple(memory_lines(facts.shape, choice.job)),
+        recompute=job.recompute,
+        lines=tuple(memory_lines(facts.shape, job)),
         moments=choice.moments,
         peak_bytes=choice.peak_bytes,
-        usable_bytes=facts.machine.usable_bytes(num_ranks),
-        rows=len(facts.volume.lengths),
-        tokens=int(facts.volume.lengths.sum()),
-        longest=choice.job.longest,
-        is_estimate=facts.volume.is_estimate,
-        num_steps=num_steps,
-        micro_batches=step.micro_batches,
-        batch=f"{step.rows:,} rows = {about}{step.tokens:,} tokens = {num_ranks} {ranks_word} x"
-        f" {step.micro_batches} micro-batch{plural}",
+        usable_bytes=machine.usable_bytes(num_ranks),
+        rows=len(volume.lengths),
+        tokens=int(volume.lengths.sum()),
+        longest=job.longest,
+        is_estimate=volume.is_estimate,
+        num_steps=work.num_steps,
+        micro_batches=micro_batches,
+        batch=f"{rows:,} rows = {about}{tokens:,} tokens = {layout}",
         seconds_low=low,
         seconds_high=high,
-        notes=tuple(_notes(config, facts, choice, precision)),
-        card=facts.machine.card.name if facts.machine.card else "",
-        is_assumed=bool(facts.volume.assumption),
+        notes=tuple(_notes(config, facts, choice)),
+        card=machine.card.name if machine.card else "",
+        is_assumed=bool(volume.assumption),
     )
 
 
-def _notes(config: RunConfig, facts: Facts, choice: Choice, precision: str) -> Iterator[str]:
-    rates, machine = facts.machine.rates, facts.machine
-    if machine.card:
-        facts_of_it = f"{machine.memory_bytes / GIB:.1f} GiB, {rates.bf16 / 1e12:.0f} TFLOP/s of bf16 reachable"
-        yield f"{machine.card.name}: {facts_of_it}, link {machine.card.link_bytes_per_second / 1e9:.0f} GB/s one way"
-    if shipped_config(config.model.path):
+def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
+    rates, machine, volume, job = facts.machine.rates, facts.machine, facts.volume, choice.job
+    if card := machine.card:
+        reachable = f"{machine.memory_bytes / GIB:.1f} GiB, {rates.bf16 / 1e12:.0f} TFLOP/s of bf16 reachable"
+        yield f"{card.name}: {reachable}, link {card.link_bytes_per_second / 1e9:.0f} GB/s one way"
+    if shapes.shipped_config(config.model.path):
         yield f"no folder {config.model.path} is here: the shape is from the config that fullshard ships for this id"
-    if facts.volume.assumption:
-        yield f"{facts.volume.assumption}; memory is for rows of {choice.job.longest:,} tokens"
-    elif facts.volume.is_estimate:
-        yield (
-            f"tokens are estimated (bytes / 4), memory is for rows of {choice.job.longest:,} tokens;"
-            " fullshard prepare counts exactly"
-        )
+    if volume.assumption:
+        yield f"{volume.assumption}; memory is for rows of {job.longest:,} tokens"
+    elif volume.is_estimate:
+        about = f"tokens are estimated (bytes / 4), memory is for rows of {job.longest:,} tokens"
+        yield f"{about}; fullshard prepare counts exactly"
     if machine.kind == "cpu" and config.train.precision == "auto":
-        yield f"{precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
-    if choice.job.recompute and config.train.recompute == "auto":
+        yield f"{job.precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
+    if machine.kind == "cpu" and job.precision == "fp16":
+        yield "fp16 on a CPU is for correctness: slow, and its time is planned at the rate of bf16"
+    if job.recompute and config.train.recompute == "auto":
         yield "activations are recomputed because they would not fit otherwise; a third more work"
-    if config.data.max_length > choice.job.longest == facts.shape.max_positions:
+    if config.data.max_length > job.longest == facts.shape.max_positions:
         yield f"the model has {facts.shape.max_positions:,} positions, fewer than data.max_length"
     merged = choice.moments["merge"]
     if machine.kind == "cpu" and merged > machine.usable_bytes(1):
         yield f"merging opens the whole model in one process, about {format_bytes(merged)}: more than is free now"
 
 
-@dataclass(frozen=True)
-class TypicalStep:
-    """The first full step of the run: rows, tokens, micro-batches on each rank."""
-
-    rows: int
-    tokens: int
-    micro_batches: int
-
-
 def measure_work(
     config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]
-) -> tuple[StepWork, TypicalStep, int]:
-    """Lay out the run's first windows as training will, and scale to all of them: (work of a rank, a step, steps)."""
-    lengths = np.minimum(volume.lengths, config.data.max_length)
-    quantity = parse_quantity(config.train.global_batch)
-    first = windows(lengths, config.train.seed, 0, quantity)
-    per_epoch = len(first)
+) -> tuple[StepWork, tuple[int, int, int]]:
+    """Lay out the run's first windows as training will, and scale to all of them.
+
+    Returns the work of a rank, and (rows, tokens, micro-batches on each rank) of the first step.
+    """
+    packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
+    lengths = np.minimum(volume.lengths, limit)
+    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch))
     num_steps = len(windows_of_run(lengths, config.train))
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
-    area = micro_batches = 0
-    typical: TypicalStep | None = None
-    for window in sampled:
-        layout = lay_out(window, lengths, num_ranks, micro_batch, config.data.packing, config.data.max_length)
-        typical = typical or TypicalStep(len(window), int(lengths[window].sum()), len(layout))
-        micro_batches += len(layout)
-        area += sum(max(_area(sequences, lengths) for sequences in cells) for cells in layout)
-    assert typical is not None
+    layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
+    tokens = [int(lengths[window].sum()) for window in sampled]
+    area = sum(max(_area(sequences, lengths) for sequences in cells) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
-    evaluations = 0
-    if volume.eval_rows:
-        evaluations = 1 + (
-            num_steps // config.train.eval_every if config.train.eval_every else -(-num_steps // per_epoch)
-        )
-    tokens = sum(int(lengths[window].sum()) for window in sampled) * scale
+    evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
     work = StepWork(
         padded_tokens=area * scale,
-        supervised_tokens=tokens * volume.supervised_share / num_ranks,
-        mean_length=area / max(1, sum(len(window) for window in sampled)) * num_ranks,
-        num_micro_batches=micro_batches * scale,
+        supervised_tokens=sum(tokens) * scale * volume.supervised_share / num_ranks,
+        mean_length=area / sum(map(len, sampled)) * num_ranks,
+        num_micro_batches=sum(map(len, layouts)) * scale,
         num_steps=num_steps,
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
     )
-    return work, typical, num_steps
+    return work, (len(sampled[0]), tokens[0], len(layouts[0]))
 
 
 def _area(sequences: list[list[int]], lengths: np.ndarray) -> int:

@@ -11,6 +11,7 @@ import functools
 import time
 from dataclasses import dataclass
 
+from fullshard.planning.memory import Job
 from fullshard.planning.shape import ModelShape
 
 # Share of the timed product that whole steps reach. CPU: 0.55 - 0.95 by the notes' step costs (engine.md 1.4: 868 of
@@ -21,6 +22,7 @@ DEVICE_EFFICIENCY = (0.25, 0.60)
 GLOO_GATHER_BYTES_PER_SECOND = (0.6e9, 1.3e9)
 GLOO_REDUCE_BYTES_PER_SECOND = (0.45e9, 0.8e9)
 CPU_OPTIMIZER_BYTES_PER_SECOND = (3e9, 8e9)
+DEVICE_OPTIMIZER_BYTES_PER_SECOND = (0.5e12, 2e12)
 START_SECONDS = (6.0, 15.0)  # imports, ranks, loading the weights of a small model, the trial step
 DISK_BYTES_PER_SECOND = (0.2e9, 1.5e9)
 
@@ -32,10 +34,7 @@ class Rates:
     fp32: float
     bf16: float
     cores: int  # cores that share the work of a CPU machine; 1 on accelerators
-
-    def of(self, precision: str) -> float:
-        """The rate of ``fp32`` or ``bf16``, one core or device."""
-        return self.bf16 if precision == "bf16" else self.fp32
+    fp16: float = 0.0  # measured where there is no bf16; else as fast as that
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,10 @@ def measure_rates(kind: str, cores: int) -> Rates:
     try:
         fp32 = _timed_product(torch.float32, kind)
         bf16 = _timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
+        fp16 = 0.0 if bf16 else _timed_product(torch.float16, kind)
     finally:
         torch.set_num_threads(threads)
-    return Rates(fp32, bf16, cores if kind == "cpu" else 1)
+    return Rates(fp32, bf16, cores if kind == "cpu" else 1, fp16)
 
 
 def _timed_product(dtype, kind: str) -> float:
@@ -74,10 +74,8 @@ def _timed_product(dtype, kind: str) -> float:
     from fullshard.device import synchronize
 
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
-    left, right = (
-        torch.ones(rows, inner, dtype=dtype, device=kind),
-        torch.ones(inner, columns, dtype=dtype, device=kind),
-    )
+    left = torch.ones(rows, inner, dtype=dtype, device=kind)
+    right = torch.ones(inner, columns, dtype=dtype, device=kind)
     left @ right  # the first product also builds the kernel
     best, spent, repeats = float("inf"), 0.0, 0
     while spent < 0.05 and repeats < 30:
@@ -92,14 +90,11 @@ def _timed_product(dtype, kind: str) -> float:
 
 def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: bool) -> float:
     """Operations of one rank over the whole run, evaluation included."""
-    per_weight = (6 if method == "full" else 4) + (2 if recompute else 0)
-    attention = (12 + (4 if recompute else 0)) * shape.num_layers * shape.attention_width * work.mean_length
-    training = work.padded_tokens * (per_weight * shape.active_block_matrices + attention)
-    head = work.supervised_tokens * (6 if method == "full" else 4) * shape.head_matrix
-    forward = work.evaluated_tokens * (
-        2 * shape.active_block_matrices + 4 * shape.num_layers * shape.attention_width * work.mean_length
-    )
-    return training + head + forward
+    is_full, layers = method == "full", shape.num_layers * shape.attention_width * work.mean_length
+    weights, scores = (6 if is_full else 4) + (2 if recompute else 0), 12 + (4 if recompute else 0)
+    training = work.padded_tokens * (weights * shape.active_block_matrices + scores * layers)
+    head = work.supervised_tokens * (6 if is_full else 4) * shape.head_matrix
+    return training + head + work.evaluated_tokens * (2 * shape.active_block_matrices + 4 * layers)
 
 
 def wire_seconds(
@@ -114,41 +109,30 @@ def wire_seconds(
     gathered = 2 * work.num_micro_batches * compute_bytes * shape.parameters * (num_ranks - 1) / num_ranks * 2
     reduced = work.num_steps * 4 * (shape.parameters if method == "full" else 0)
     if link is not None:  # mostly hidden behind compute on accelerators
-        total = (gathered / 2 + reduced) / (0.7 * link)
-        return 0.0, total
-    low = gathered / GLOO_GATHER_BYTES_PER_SECOND[1] + reduced / GLOO_REDUCE_BYTES_PER_SECOND[1]
-    high = gathered / GLOO_GATHER_BYTES_PER_SECOND[0] + reduced / GLOO_REDUCE_BYTES_PER_SECOND[0]
-    return low, high
+        return 0.0, (gathered / 2 + reduced) / (0.7 * link)
+    slow, fast = zip(GLOO_GATHER_BYTES_PER_SECOND, GLOO_REDUCE_BYTES_PER_SECOND, strict=True)
+    return gathered / fast[0] + reduced / fast[1], gathered / slow[0] + reduced / slow[1]
 
 
-def run_seconds(
-    shape: ModelShape,
-    work: StepWork,
-    *,
-    method: str,
-    precision: str,
-    recompute: bool,
-    num_ranks: int,
-    rates: Rates,
-    on_cpu: bool,
-    link: float | None,
-    trained_parameters: int,
-) -> tuple[float, float]:
-    """(low, high) seconds of a run: start, compute, wire, optimizer and the final save."""
-    flops = training_flops(shape, work, method, recompute)
-    rate = rates.of(precision) * (max(1.0, rates.cores / num_ranks) if on_cpu else 1.0)
-    if on_cpu and num_ranks > rates.cores:
-        rate *= rates.cores / num_ranks
-    slow, fast = CPU_EFFICIENCY if on_cpu else DEVICE_EFFICIENCY
-    compute_bytes = 2 if precision == "bf16" else 4
-    wire_low, wire_high = wire_seconds(shape, work, method, compute_bytes, num_ranks, link)
-    touched = 28 * trained_parameters * work.num_steps / (num_ranks if method == "full" else 1)
-    optimizer_low, optimizer_high = (
-        (touched / CPU_OPTIMIZER_BYTES_PER_SECOND[1], touched / CPU_OPTIMIZER_BYTES_PER_SECOND[0])
-        if on_cpu
-        else (touched / 2e12, touched / 0.5e12)
+def run_seconds(shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None) -> tuple[float, float]:
+    """(low, high) seconds of a run: start, compute, wire, optimizer and the final save. ``link``: ``wire_seconds``."""
+    is_full, ranks = job.method == "full", job.num_ranks
+    trained = shape.parameters if is_full else job.adapters
+    flops = training_flops(shape, work, job.method, job.recompute)
+    touched = 28 * trained * work.num_steps / (ranks if is_full else 1)  # bytes that the optimizer reads and writes
+    moved = 4 * shape.parameters + 12 * trained  # read the base, write the last checkpoint
+    wire = wire_seconds(shape, work, job.method, job.compute_bytes, ranks, link)
+    rate = {"fp32": rates.fp32, "tf32": rates.bf16 / 2}.get(job.precision, rates.bf16 or rates.fp16)  # data sheets
+    efficiency, optimizer = DEVICE_EFFICIENCY, DEVICE_OPTIMIZER_BYTES_PER_SECOND
+    if job.on_cpu:
+        rate *= rates.cores / ranks  # also where ranks share a core
+        efficiency, optimizer = CPU_EFFICIENCY, CPU_OPTIMIZER_BYTES_PER_SECOND
+    low, high = (
+        START_SECONDS[end]
+        + flops / (rate * efficiency[1 - end])
+        + wire[end]
+        + touched / optimizer[1 - end]
+        + moved / DISK_BYTES_PER_SECOND[1 - end]
+        for end in (0, 1)
     )
-    moved = 4 * shape.parameters + 12 * trained_parameters  # read the base, write the last checkpoint
-    low = START_SECONDS[0] + flops / (rate * fast) + wire_low + optimizer_low + moved / DISK_BYTES_PER_SECOND[1]
-    high = START_SECONDS[1] + flops / (rate * slow) + wire_high + optimizer_high + moved / DISK_BYTES_PER_SECOND[0]
     return low, high

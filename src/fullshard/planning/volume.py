@@ -24,7 +24,6 @@ class Volume:
 
     lengths: np.ndarray
     supervised_share: float  # supervised tokens / tokens
-    eval_rows: int
     eval_tokens: int
     is_estimate: bool
     assumption: str = ""  # in words, where no file was read
@@ -41,14 +40,12 @@ def read_volume(config: RunConfig) -> Volume:
     if (run / PREPARED / "train").is_dir() and _is_prepared_for(run, config):
         return _prepared_volume(run / PREPARED)
     lengths, supervised = _estimate_files(config.train_files, config.data)
-    eval_lengths = np.zeros(0, dtype=np.int64)
+    held_out = lengths[:0]
     if isinstance(config.data.eval, str):
-        eval_lengths, _ = _estimate_files([DataFile(path=config.data.eval)], config.data)
-    elif config.data.eval:
-        count = max(1, round(config.data.eval * len(lengths)))
-        if len(lengths) > count:
-            eval_lengths, lengths = lengths[:count], lengths[count:]
-    return Volume(lengths, supervised, len(eval_lengths), int(eval_lengths.sum()), True)
+        held_out, _ = _estimate_files([DataFile(path=config.data.eval)], config.data)
+    elif config.data.eval and len(lengths) > (count := max(1, round(config.data.eval * len(lengths)))):
+        held_out, lengths = lengths[:count], lengths[count:]
+    return Volume(lengths, supervised, int(held_out.sum()), True)
 
 
 def assume_volume(config: RunConfig, rows: int | None, mean_tokens: int | None) -> Volume:
@@ -59,20 +56,16 @@ def assume_volume(config: RunConfig, rows: int | None, mean_tokens: int | None) 
     held_out = int(rows * (config.data.eval if isinstance(config.data.eval, float) else 0.05 * bool(config.data.eval)))
     words = f"no data was read: {rows:,} rows of {tokens:,} tokens are assumed; set --rows and --mean-tokens"
     share = 1.0 if config.data.loss_on == "all" else 0.5
-    return Volume(np.full(rows - held_out, tokens), share, held_out, held_out * tokens, True, words)
+    return Volume(np.full(rows - held_out, tokens), share, held_out * tokens, True, words)
 
 
 def _is_prepared_for(run: Path, config: RunConfig) -> bool:
     """Whether the run folder's rows were made by this recipe: same data section, seed and model."""
     if not (run / CONFIG).is_file():
         return False
-    made = read_json(run / CONFIG)
-    return (
-        made["data"] == config.data.model_dump(mode="json")
-        and made["train"]["seed"] == config.train.seed
-        and made["model"]["add_tokens"] == config.model.add_tokens
-        and Path(made["model"]["path"]) == Path(config.model.path).expanduser().resolve()
-    )
+    made, model = read_json(run / CONFIG), Path(config.model.path).expanduser().resolve()
+    wanted = [config.data.model_dump(mode="json"), config.train.seed, config.model.add_tokens, model]
+    return wanted == [made["data"], made["train"]["seed"], made["model"]["add_tokens"], Path(made["model"]["path"])]
 
 
 def _prepared_volume(prepared: Path) -> Volume:
@@ -80,11 +73,9 @@ def _prepared_volume(prepared: Path) -> Volume:
 
     data = open_prepared(prepared, "train")
     lengths = np.asarray(data.lengths, dtype=np.int64)
-    supervised = float(np.asarray(data.supervised).sum()) / max(1, int(lengths.sum()))
-    if not (prepared / "eval").is_dir():
-        return Volume(lengths, supervised, 0, 0, False)
-    held_out = np.asarray(open_prepared(prepared, "eval").lengths)
-    return Volume(lengths, supervised, len(held_out), int(held_out.sum()), False)
+    share = float(np.asarray(data.supervised).sum()) / max(1, int(lengths.sum()))
+    held_out = open_prepared(prepared, "eval").lengths if (prepared / "eval").is_dir() else np.zeros(0)
+    return Volume(lengths, share, int(np.asarray(held_out).sum()), False)
 
 
 def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:

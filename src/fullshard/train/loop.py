@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fullshard.data.batches import make_batch
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
-from fullshard.device import peak_memory_bytes, reset_peak_memory, seed_everything, use_exact_fp32
+from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.model.adapters import adapter_settings
 from fullshard.ranks import Ranks
@@ -32,8 +33,9 @@ from fullshard.train.optimizer import (
     optimizer_state,
     require_finite,
     set_step_count,
+    take_step,
 )
-from fullshard.train.precision import precision_of
+from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, build_sharded, check_loss_path, check_packing
 
 RESULT = "result.json"
@@ -58,7 +60,7 @@ def run_rank(
     run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool
 ) -> None:
     """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
-    use_exact_fp32()
+    set_fast_fp32(False)
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
     has_eval = (run / PREPARED / "eval").is_dir()
@@ -71,6 +73,7 @@ def run_rank(
         first_step = trainer.resume(resume_step) if resume_step else 0
         trainer.prove_start()
         first_eval = trainer.evaluate(0) if held_out is not None and not first_step else None
+        set_fast_fp32(trainer.precision.fast_fp32)  # what stands before compares products of different shapes
         trainer.train(first_step)
         peak = int(ranks.maximum(trainer.peak_bytes))
         if ranks.is_first:
@@ -106,8 +109,7 @@ class Trainer:
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log = steps, log
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
-        self.precision_name = str(plan["precision"])
-        self.precision = precision_of(self.precision_name)
+        self.precision = precision_of(str(plan["precision"]))
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
@@ -117,14 +119,16 @@ class Trainer:
         self.sharded = self.built.sharded
         self.optimizer = build_optimizer(config, self.sharded)
         self.moments = optimizer_state(self.optimizer)
+        self.scale = LossScale(self.precision.loss_scale)
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         log.say(
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
-            f"({config.method}); {self.precision_name}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
+            f"({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
 
-        for line in self.built.report:
+        held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
+        for line in (self.precision.line, *self.built.report, held):
             log.say(line)
 
     def prove_start(self) -> None:
@@ -142,9 +146,7 @@ class Trainer:
         window = longest[: max(1, max(len(window) for _, window in self.steps[:1]))]
         layout = self._layout(window)
         batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
-        for last in (
-            (False, True) if len(layout) > 1 else (True,)
-        ):  # accumulation keeps whole gradients: part of the worst
+        for last in (False, True)[len(layout) < 2 :]:  # accumulation keeps whole gradients: part of the worst
             with self.sharded.microbatch(last):
                 batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)
@@ -185,26 +187,35 @@ class Trainer:
                 f" x {counted(len(layout), 'micro-batch', 'es')}"
             )
         if num_supervised == 0:
+            self.scale.skipped += 1
             self.log.record("skipped", step=number, epoch=epoch, rows=len(window))
             return
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         for index, micro in enumerate(layout):
             rows = micro[ranks.rank]
-            seed_everything(dropout_seed(train.seed, number, rows))
+            torch.manual_seed(dropout_seed(train.seed, number, rows))
             batch = make_batch(self.data, rows, self.pad_id)
             with self.sharded.microbatch(last=index == len(layout) - 1):
                 loss = batch_loss(self.built.loss_model, batch, device) / num_supervised
-                loss.backward()
+                (loss * self.scale.value).backward()
             loss_sum += loss.detach()
         loss_value = float(ranks.sum(loss_sum))
         shards = self.sharded.shards()
-        norm = gradient_norm(self.sharded, shards, ranks)
-        require_finite(shards, norm, loss_value, number, ranks)
+        norm = gradient_norm(self.sharded, shards, ranks, self.scale.value)
+        problem = require_finite(shards, norm, loss_value, number, ranks, self.scale)
+        if problem:  # fp16 only: the weights, the optimizer and the schedule stay where they are
+            self.optimizer.zero_grad(set_to_none=True)
+            self.log.say(problem)
+            skipped = {"step": number, "epoch": epoch, "rows": len(window), "reason": problem}
+            return self.log.record("skipped", **skipped, **self.scale.metrics)
         clip_gradients(shards, norm, train.clip_norm)
-        rate = learning_rate_at(number, len(self.steps), self.config.learning_rate, train.schedule, train.warmup)
+        taken, peak = number - self.scale.skipped, self.config.learning_rate
+        rate = learning_rate_at(taken, len(self.steps), peak, train.schedule, train.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        counts = take_step(self.optimizer, shards, f"{train.seed}:{number}", peak * (number == 1))
+        if number == 1 and self.precision.master != torch.float32:
+            self.log.say(unmoved_line(sum(ranks.gather_objects(counts), Counter()), peak))
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         seconds = time.perf_counter() - started
@@ -215,7 +226,7 @@ class Trainer:
         self.log.step(
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
             tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
-            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
+            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes, **self.scale.metrics,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> float:
@@ -240,7 +251,7 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
-        trainer["precision"] = self.precision_name
+        trainer |= {"precision": self.precision.name, "loss_scale": asdict(self.scale)}
         trainer["add_tokens"] = self.config.model.add_tokens
         if self.config.method == "lora":
             trainer["adapter"] = adapter_settings(self.config.lora)
@@ -258,7 +269,9 @@ class Trainer:
     def resume(self, step: int) -> int:
         """Load the checkpoint of ``step`` into the shards and the optimizer; returns the step to go on from."""
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
-        set_step_count(self.optimizer, step)
+        if "loss_scale" in manifest.trainer:  # not in checkpoints of 0.1
+            self.scale = LossScale(**manifest.trainer["loss_scale"])
+        set_step_count(self.optimizer, step - self.scale.skipped)
         self.last_eval = manifest.trainer.get("last_eval")
         if manifest.trainer["num_steps"] != len(self.steps):
             raise ConfigError(

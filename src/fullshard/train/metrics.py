@@ -42,6 +42,8 @@ class MetricsLog:
         self._step_seconds += values["seconds"]
         state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
         state += f"  {values['memory_bytes'] / 1e9:.1f} GB"
+        if "loss_scale" in values:
+            state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
         if self._bar is not None:
             self._bar.update(self._task, completed=values["step"], state=state)
         elif self._active:

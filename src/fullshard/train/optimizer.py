@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 
 import torch
 
@@ -10,7 +12,9 @@ from fullshard.config import RunConfig
 from fullshard.errors import TrainError
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, local_part
+from fullshard.train.precision import LossScale, round_stochastically
 
+ROUNDED_AT_ONCE = 1 << 22  # elements; their random bits take 8 bytes each
 ADAM_BETAS = (0.9, 0.999)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -47,20 +51,20 @@ def build_optimizer(config: RunConfig, sharded: ShardedModel) -> torch.optim.Opt
         for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+                **{moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS},
             }
     return optimizer
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
     """(parameter name, moment) -> local flat view of the moment, laid out like the parameter's shard."""
-    found = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            for moment in MOMENTS:
-                if moment in optimizer.state[parameter]:
-                    found[name, moment] = local_part(optimizer.state[parameter][moment])
-    return found
+    return {
+        (name, moment): local_part(optimizer.state[parameter][moment])
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for moment in MOMENTS
+        if moment in optimizer.state[parameter]
+    }
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -70,9 +74,45 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
             state["step"].fill_(float(step))
 
 
-def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks) -> float:
-    """Global L2 norm of the trainable gradients, the same plain number on every rank; not finite if any element is
-    not."""
+@torch.no_grad()
+def take_step(
+    optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, peak: float = 0
+) -> Counter[tuple[str, str]]:
+    """One update; bf16 weights in fp32, one tensor at a time, rounded stochastically by ``key`` (seed and step).
+
+    Returns, where ``peak`` is a learning rate, how many elements are "asked" to move at it and how many of these
+    rounding to nearest would have "left", by parameter name without the block's number.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    if all(shard.value.dtype == torch.float32 for shard in shards if shard.trainable):
+        optimizer.step()
+        return counts
+    starts = {shard.name: shard.start for shard in shards}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.grad is None:
+                continue
+            kept, exact, state = local_part(parameter), local_part(parameter).float(), optimizer.state[parameter]
+            exact.grad = local_part(parameter.grad).float()
+            single = type(optimizer)([{**group, "params": [(name, exact)]}])
+            single.state[exact] = {k: local_part(value) if value.dim() else value for k, value in state.items()}
+            single.step()
+            if peak:
+                update, place = (exact - kept) * (peak / group["lr"]), re.sub(r"\.\d+\.", ".*.", name)
+                counts[place, "asked"] += int((update != 0).sum())
+                counts[place, "left"] += int(((update != 0) & ((kept + update).bfloat16() == kept)).sum())
+            for low in range(0, len(exact), ROUNDED_AT_ONCE):
+                part = slice(low, low + ROUNDED_AT_ONCE)
+                kept[part] = round_stochastically(exact[part], starts[name] + low, f"{key}:{name}")
+    return counts
+
+
+def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scale: float = 1.0) -> float:
+    """Global L2 norm of the trainable gradients, divided in place by the loss scale first: the same plain number on
+    every rank; not finite if any element is not."""
+    for shard in shards:
+        if scale != 1 and shard.gradient is not None:
+            shard.gradient.div_(scale)
     squares = [
         shard.gradient.float().square().sum() / sharded.replicas(shard.name)
         for shard in shards
@@ -92,17 +132,24 @@ def clip_gradients(shards: list[Shard], norm: float, clip_norm: float) -> None:
                 shard.gradient.mul_(scale)
 
 
-def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks) -> None:
-    """Raise TrainError on every rank, naming rank and parameter, where the norm or the loss is not finite."""
+def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks, scale: LossScale) -> str:
+    """Empty where norm and loss are finite, else the log's line of a skipped step: fp16 lowers ``scale`` instead.
+
+    TrainError on every rank, naming rank and parameter, where no lower scale can help. A collective call.
+    """
     if math.isfinite(norm) and math.isfinite(loss):
-        return
+        scale.update(good=True)
+        return ""
     bad = [s.name for s in shards if s.gradient is not None and not bool(torch.isfinite(s.gradient).all())]
-    places = [
+    found = [
         f"rank {rank}, {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for rank, names in enumerate(ranks.gather_objects(bad))
         if names
     ]
+    problem = f"non-finite gradient ({'; '.join(found)})" if found else f"non-finite loss {loss} or norm {norm}"
+    if found and math.isfinite(loss) and scale.update(good=False):
+        return f"skipped step {step}: {problem}"
     raise TrainError(
-        f"Step {step}: the {'gradient' if places else 'loss'} is not finite ({'; '.join(places) or f'loss {loss}'}).",
+        f"Step {step}: {problem}.",
         "Lower train.learning_rate, or train with train.precision=fp32; the last checkpoint is untouched.",
     )

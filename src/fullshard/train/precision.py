@@ -1,41 +1,88 @@
-"""The precision of a run: what rests, computes and crosses the wire."""
+"""The precision of a run: what rests, computes, crosses the wire and updates the weights (docs/precision.md).
+
+``MODES`` is the one table, for planner, engines and log. The optimizer's state is fp32 in every mode.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from fullshard.errors import ConfigError
+from fullshard.model.blocks import find_units
+from fullshard.model.names import is_adapter
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles
 
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of a run: what rests (trainable ones are fp32 masters), computes, and crosses the wire in reduction."""
+    """A mode: dtypes of trained weights at rest (``master``), of frozen ones and products, of the reduction's wire."""
 
+    name: str
     compute: torch.dtype
     master: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+    fast_fp32: bool = False  # fp32 matrices are multiplied in TF32 (cuda) or HF32 (npu)
+    loss_scale: float = 1.0  # at the first step; 1: none
 
     @property
-    def frozen(self) -> torch.dtype:
-        """Storage of frozen weights: the compute dtype."""
-        return self.compute
+    def line(self) -> str:
+        """The log's line: storage, compute, reduce and optimizer dtypes."""
+        compute = "tf32" if self.fast_fp32 else NAMES[self.compute]
+        line = f"precision {self.name}: storage {NAMES[self.master]} (frozen {NAMES[self.compute]}), compute {compute}"
+        line += f", reduce {NAMES[self.reduce]}, optimizer fp32"
+        line += f", loss scale {self.loss_scale:g} at first" * (self.loss_scale > 1)
+        return line + ", updates rounded stochastically" * (self.master != torch.float32)
 
 
-def precision_of(name: str) -> Precision:
-    """``fp32`` or ``bf16`` -> dtypes: fp32 masters and fp32 reduction either way."""
-    return Precision(compute=DTYPES[name])
+MODES = {
+    "fp32": Precision("fp32", torch.float32),
+    "tf32": Precision("tf32", torch.float32, fast_fp32=True),
+    "bf16": Precision("bf16", torch.bfloat16),
+    "fp16": Precision("fp16", torch.float16, loss_scale=2.0**16),
+    "bf16_pure": Precision("bf16_pure", torch.bfloat16, master=torch.bfloat16),
+}
+precision_of = MODES.__getitem__
+
+
+@dataclass
+class LossScale:
+    """fp16's dynamic loss scale, a power of 2, and the steps that moved nothing. The other modes keep 1."""
+
+    value: float
+    good_steps: int = 0
+    skipped: int = 0
+
+    def update(self, good: bool) -> bool:
+        """Double after ``GROWTH_STEPS`` good steps in a row, halve at an overflow; False: nothing left to lower."""
+        scaled = self.value > 1
+        self.good_steps, self.skipped = (self.good_steps + 1) * good, self.skipped + (not good)
+        if scaled and (not good or self.good_steps % GROWTH_STEPS == 0):
+            self.value *= 2 if good else 0.5
+        return good or self.value > 1
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What progress and metrics show; fp16 only."""
+        return {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 else {}
 
 
 def set_storage(model: nn.Module, precision: Precision) -> None:
-    """Trainable parameters rest as fp32 masters, frozen ones in the compute dtype. On the meta device: costs
-    nothing."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
+    """Trainable parameters rest as masters, frozen ones in the compute dtype. On the meta device: costs nothing.
+
+    ConfigError names a parameter that is no floating-point number of 16 bits or more.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise ConfigError(f"Parameter {name} is {parameter.dtype}.", "Take the model's fp32, bf16 or fp16 weights.")
+        parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.compute)
 
 
 def storage_table(rows: list[tuple[str, str, torch.dtype, torch.dtype, bool]], precision: Precision) -> list[str]:
@@ -43,12 +90,55 @@ def storage_table(rows: list[tuple[str, str, torch.dtype, torch.dtype, bool]], p
 
     ``rows``: (group, dtype in the files, dtype at rest, dtype of compute, trained) of each parameter.
     """
-    counts = Counter(rows)
     lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
-    for (group, file_dtype, dtype, compute, trained), count in counts.items():
-        reduced = NAMES[precision.reduce] if trained else "-"
-        lines.append(
-            f"{group:17} {count:7}  {file_dtype.lower():5}  {NAMES[dtype]:7}  {NAMES[compute]:7}"
-            f"  {reduced:6}  {'yes' if trained else 'frozen'}"
-        )
+    for (group, file_dtype, dtype, compute, trained), count in Counter(rows).items():
+        reduced, last = (NAMES[precision.reduce], "yes") if trained else ("-", "frozen")
+        dtypes = f"{file_dtype.lower():5}  {NAMES[dtype]:7}  {NAMES[compute]:7}"
+        lines.append(f"{group:17} {count:7}  {dtypes}  {reduced:6}  {last}")
     return lines
+
+
+def held_line(causal_lm: nn.Module, shards: list[Any], precision: Precision) -> str:
+    """The log's line of what exists of the weights on this rank: at rest, and at most while units are gathered."""
+    held: Counter[tuple[str, str]] = Counter()
+    for shard in shards:
+        dtype, place = NAMES[shard.value.dtype], "whole" if is_adapter(shard.name) else "sharded"
+        is_copy = shard.trainable and shard.value.dtype != precision.compute
+        held[f"{dtype.upper()} copy" if is_copy else f"{dtype} weights", place] += shard.value.nbytes
+    parts = [f"{what} {_size(size)} on this rank ({place})" for (what, place), size in held.items()]
+    units = [sum(_size_of_sharded(module) for module in unit) for unit in find_units(causal_lm)]
+    root = _size_of_sharded(causal_lm) - sum(units)
+    most = "at most 2 units" + " and what lies outside them" * (root > 0)
+    gathered = _size((root + sum(sorted(units)[-2:])) * precision.compute.itemsize)
+    return f"{'; '.join(parts)}; {NAMES[precision.compute]} weights exist only while gathered, {most}, {gathered}"
+
+
+def _size_of_sharded(module: nn.Module) -> int:
+    return sum(parameter.numel() for name, parameter in module.named_parameters() if not is_adapter(f".{name}"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
+
+
+def round_stochastically(values: torch.Tensor, start: int, key: str) -> torch.Tensor:
+    """fp32 (n,) -> bf16, up or down with probabilities by the distance, so that the mean stays.
+
+    The random bits are a hash of ``key`` and the element's place in the whole parameter, ``start`` + i: the same on
+    any device and any number of ranks, with nothing to store.
+    """
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
+    bits = torch.arange(start, start + len(values), device=values.device)
+    for factor, shift in ((0x1E3779B97F4A7C15, 31), (0x3F58476D1CE4E5B9, 27), (0x14D049BB133111EB, 29)):
+        bits = (bits + seed) * factor
+        bits ^= bits >> shift
+    noise = (bits & 0xFFFF).int()  # bf16 drops the last 16 of fp32's 32 bits
+    return ((values.view(torch.int32) + noise) & -0x10000).view(torch.float32).bfloat16()
+
+
+def unmoved_line(counts: Counter[tuple[str, str]], rate: float) -> str:
+    """The log's line of ``take_step``'s counts: which groups' elements rounding to nearest would mostly leave."""
+    share = {group: counts[group, "left"] / asked for (group, kind), asked in counts.items() if kind == "asked"}
+    stuck = [f"{group} {left:.0%}" for group, left in share.items() if left > 0.5]
+    line = f"{len(stuck)} of {len(share)} parameter groups could not move at learning rate {rate:g} rounded to nearest"
+    return line + f" (share of their elements: {', '.join(stuck)})" * bool(stuck) + "; rounded stochastically they can"

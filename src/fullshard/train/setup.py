@@ -21,8 +21,8 @@ from fullshard.train.loss import LossModel
 from fullshard.train.precision import Precision, set_storage, storage_table
 
 LOSS_CHECK_TOKENS = 64
-LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of the largest logit; bf16 keeps 8 bits
-LOSS_PATH_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest logit
+LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the largest logit
+LOSS_PATH_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}  # of the largest logit
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision)
         adapter = is_adapter(shard.name)
         group = "adapters" if adapter else "matrices" if len(shard.full_shape) > 1 else "norms and biases"
         file_dtype = "-" if adapter else weights.dtype(base_name(shard.name))
-        compute = shard.value.dtype if adapter else precision.compute  # PEFT computes adapters in their own dtype
+        owner = sharded.module.causal_lm.get_submodule(shard.name.rpartition(".")[0])
+        own_dtype = adapter and not hasattr(owner, "follows_input")  # embeddings, experts, DoRA: as PEFT does it
+        compute = shard.value.dtype if own_dtype else precision.compute
         rows.append((group, file_dtype, shard.value.dtype, compute, shard.trainable))
     return storage_table(rows, precision)
 

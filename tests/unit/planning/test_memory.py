@@ -46,7 +46,7 @@ def job(**changes):
         "method": "full",
         "optimizer": "adamw",
         "num_ranks": 2,
-        "compute_bytes": 4,
+        "precision": "fp32",
         "micro_tokens": 128,
         "longest": 32,
         "recompute": False,
@@ -103,7 +103,7 @@ def test_tied_weights_are_one_unit():
 
 def test_states_of_llama_8b_on_64_ranks(llama):
     """16 bytes a parameter over 64 ranks: 1,914.6 MiB, as traced for fully_shard."""
-    found = by_cause(llama, num_ranks=64, compute_bytes=2, on_cpu=False)
+    found = by_cause(llama, num_ranks=64, precision="bf16", on_cpu=False)
     assert found["fp32 masters"] == found["fp32 gradients"] == 4 * 8_030_261_248 // 64 == 501_891_328
     assert found["optimizer state"] == 8 * 8_030_261_248 // 64
     assert found["gathered weights"] == 2 * 2 * 525_340_672  # the head twice, bf16
@@ -113,7 +113,7 @@ def test_states_of_llama_8b_on_64_ranks(llama):
 
 def test_llama_8b_on_64_ranks_is_near_the_traced_peak(llama):
     """fully_shard, embedding and [norm, head] apart, checkpointing, 1 x 2048 tokens: traced at 6,056 MiB."""
-    wanted = job(num_ranks=64, compute_bytes=2, micro_tokens=2048, longest=2048, recompute=True, on_cpu=False)
+    wanted = job(num_ranks=64, precision="bf16", micro_tokens=2048, longest=2048, recompute=True, on_cpu=False)
     peak = (moment_peaks(llama, wanted)["train"] - DEVICE_CONTEXT_BYTES) / 2**20
     assert 6056 <= peak <= 1.35 * 6056
 
@@ -146,7 +146,7 @@ def test_several_micro_batches_keep_whole_gradients(k1):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_lora_shares_the_base_and_repeats_the_adapters(k1, num_ranks):
-    found = by_cause(k1, method="lora", adapters=1000, num_ranks=num_ranks, compute_bytes=2)
+    found = by_cause(k1, method="lora", adapters=1000, num_ranks=num_ranks, precision="bf16")
     assert found["frozen base"] == 2 * 7248 // num_ranks
     assert found["adapters"] == 16 * 1000
     assert not {"fp32 masters", "fp32 gradients", "optimizer state", "gradient reduction"} & set(found)

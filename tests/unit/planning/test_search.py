@@ -136,7 +136,7 @@ def facts_of_a_larger_model(recipe, tmp_path, lengths=None):
     config = recipe(model={"path": str(folder)}, data={"max_length": 512}, method="full")
     facts = read_facts(config)
     if lengths is not None:
-        facts = dataclasses.replace(facts, volume=Volume(np.array(lengths), 0.5, 0, 0, False))
+        facts = dataclasses.replace(facts, volume=Volume(np.array(lengths), 0.5, 0, False))
     return config, facts
 
 
@@ -213,9 +213,9 @@ def test_steps_are_those_of_the_windows(recipe, epochs, batch):
 
 def test_work_counts_each_token_and_the_padding(recipe):
     config = recipe(train={"global_batch": "4 rows", "epochs": 2}, data={"max_length": 64})
-    volume = Volume(np.full(8, 16, dtype=np.int64), 0.25, 4, 64, False)
-    work, step, num_steps = measure_work(config, 2, volume, (32, "tokens"))
-    assert (num_steps, step.rows, step.tokens, step.micro_batches) == (4, 4, 64, 1)
+    volume = Volume(np.full(8, 16, dtype=np.int64), 0.25, 64, False)
+    work, step = measure_work(config, 2, volume, (32, "tokens"))
+    assert (work.num_steps, *step) == (4, 4, 64, 1)
     assert work.padded_tokens == 4 * 32  # two rows of 16 a rank and step
     assert work.supervised_tokens == 4 * 64 * 0.25 / 2
     assert work.num_micro_batches == 4
@@ -242,7 +242,7 @@ def test_rows_longer_than_the_models_positions(on_machine, recipe):
     config = recipe(data={"max_length": 1024})
     facts = read_facts(config)
     assert longest_row(config, facts) == 64  # K1 has 64 positions
-    too_long = dataclasses.replace(facts, volume=Volume(np.array([80]), 0.5, 0, 0, False))
+    too_long = dataclasses.replace(facts, volume=Volume(np.array([80]), 0.5, 0, False))
     with pytest.raises(ConfigError, match="80 tokens"):
         search._require_positions(config, too_long)
 

@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+from fullshard.planning.memory import Job
 from fullshard.planning.shape import ModelShape
 from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds, training_flops, wire_seconds
 
@@ -55,21 +58,17 @@ def test_gloo_wire_by_hand():
 
 
 def test_more_work_takes_longer_and_low_is_below_high():
-    common = {
-        "precision": "fp32",
-        "recompute": False,
-        "num_ranks": 2,
-        "rates": Rates(50e9, 1e9, 2),
-        "on_cpu": True,
-        "link": None,
-        "trained_parameters": 1_200_000,
-    }
-    full = run_seconds(SHAPE, WORK, method="full", **common)
-    lora = run_seconds(SHAPE, WORK, method="lora", **(common | {"trained_parameters": 1000}))
+    settings = {"optimizer": "adamw", "precision": "fp32", "micro_tokens": 1, "longest": 1, "recompute": False}
+    settings |= {"accumulates": False, "adapted_inputs": 0, "on_cpu": True}
+    rates = Rates(50e9, 1e9, 2)
+    full_job = Job(method="full", num_ranks=2, adapters=0, **settings)
+    lora_job = Job(method="lora", num_ranks=2, adapters=1000, **settings)
+    full = run_seconds(SHAPE, WORK, full_job, rates, None)
+    lora = run_seconds(SHAPE, WORK, lora_job, rates, None)
     assert full[0] < full[1]
     assert lora[0] < full[0]
     assert lora[1] < full[1]
-    crowded = run_seconds(SHAPE, WORK, method="full", **(common | {"num_ranks": 4}))
+    crowded = run_seconds(SHAPE, WORK, replace(full_job, num_ranks=4), rates, None)
     assert crowded[1] > full[1]  # four ranks on two cores are no faster each
 
 
@@ -80,4 +79,4 @@ def test_timed_product_restores_the_threads():
     rates = measure_rates("cpu", 2)
     assert torch.get_num_threads() == before
     assert rates.fp32 > 0
-    assert rates.of("bf16") == rates.bf16
+    assert rates.bf16 > 0

@@ -62,9 +62,9 @@ def attend(
     rows = []
     for row, lengths in enumerate(documents.lengths):
         # split, not slices: its backward joins the pieces once instead of adding each to a whole of zeros
-        pieces = zip(*(whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)), strict=True)
+        pieces = [whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)]
         parts = []
-        for length, inner in zip(lengths, pieces, strict=True):
+        for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
             if plain:
                 band = _band(length, sliding_window, query_BHSD.device)
                 part = functional.scaled_dot_product_attention(

@@ -25,7 +25,7 @@ class Plan:
     device: str  # cpu | cuda | npu
     precision: str  # a mode of train/precision.py
     micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
-    recompute: bool
+    recompute: bool | int  # how many of the first blocks; True: all
     lines: tuple[Line, ...]
     moments: dict[str, int]  # peak of load, train, eval, save, merge
     peak_bytes: int  # the largest moment of the ranks (merge runs afterwards, alone)
@@ -54,6 +54,8 @@ class Plan:
         place = f"{self.ranks} x {self.card or self.device}"
         unchecked = " (from the card's facts; not checked against a measured run)" if self.card else ""
         recompute = "recomputed" if self.recompute else "kept"
+        if self.recompute > 1:
+            recompute += f" in {self.recompute} blocks"
         report = [
             f"Plan: {self.method} on {place}, {self.precision}, activations {recompute},"
             f" micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}",

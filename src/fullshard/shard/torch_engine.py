@@ -56,6 +56,8 @@ class TorchShardedModel:
                 reshard_after_forward=not keep,
                 ignored_params=whole,
             )
+            if isinstance(unit[0], nn.Embedding) and not keep:
+                unit[0].set_unshard_in_backward(False)  # its gradient needs no weights
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):

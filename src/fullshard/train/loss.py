@@ -56,8 +56,8 @@ class LossModel(nn.Module):
 
         ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS``
         only for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions
-        under causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``)
-        the model's.
+        under causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32. ``own_logits``: the model's own
+        logits, or its own loss, which takes every token for supervised.
         ``documents`` says where they lie, for models that attend by document.
         ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the
         supervised positions.
@@ -72,6 +72,8 @@ class LossModel(nn.Module):
         routed = self._router_loss is not None and self.training and labels_BS is not None
         if routed:
             arguments["output_router_logits"] = True
+        if own_logits and labels_BS is not None:
+            return self.causal_lm(**arguments, labels=input_ids_BS).loss * (labels_BS != -100).sum()
         if own_logits or self.uses_own_logits:
             output = self.causal_lm(**arguments)
             logits_BSV = output.logits.float()

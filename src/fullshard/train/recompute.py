@@ -73,10 +73,8 @@ class GradientReach:
         if dead:
             message = f"{len(dead)} adapter tensors took part and got no gradient, first {dead[0]}."
             raise TrainError(message, "Set train.recompute=none; if that is no help, leave the layer out: lora.targets")
-        unused = f"; not used in this step: {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
-        reached = len(trained) - len(missing)
-        line = f"trainable tensors that received a gradient: {reached} of {len(trained)}"
-        return line + unused if missing else line
+        line = f"trainable tensors that received a gradient: {len(trained) - len(missing)} of {len(trained)}"
+        return f"{line}; the first that this step did not use: {missing[0]}" if missing else line
 
 
 def _owner(name: str) -> str:

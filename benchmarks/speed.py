@@ -4,9 +4,9 @@
 
 SmolLM2-135M, GSM8K packed to 1,024 tokens, 4 x 1,024 tokens a rank and micro-batch, fp32 (bf16 too where the CPU has
 bf16 products), one thread a rank. Share of peak: 6 x parameters x tokens (full) or 4 x (LoRA) over the seconds of a
-step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens, 2 ranks against twice
-1 rank. Profile: one step of one rank under torch.profiler, by cause. About 15 minutes on 2 quiet cores: share 5, scaling
-8, profile 2. Writes results/speed_HARDWARE_DATE.json; --quick: 2,048 tokens, printed and not kept.
+step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens, 2 ranks against
+twice 1 rank. Profile: one step of one rank under torch.profiler, by cause. About 15 minutes on 2 quiet cores: share 5,
+scaling 8, profile 2. Writes results/speed_HARDWARE_DATE.json; --quick: 2,048 tokens, printed and not kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import MODEL, NUM_PARAMETERS, has_fast_bf16, hardware, product_rate, spread, train, write
+from measuring import MODEL, NUM_PARAMETERS, hardware, has_fast_bf16, product_rate, spread, train, write
 from trl import GSM8K
 
 SIZES = {"full": (8_192, 16_384), "quick": (1_024, 2_048)}  # tokens of a window: share, scaling

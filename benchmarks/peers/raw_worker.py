@@ -1,4 +1,4 @@
-"""One rank of a plain fully_shard loop: transformers' model and its own logits, padded rows. What one writes by hand."""
+"""One rank of a plain fully_shard loop: transformers' model and its own logits, padded rows: written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of TRL's SFTTrainer under Accelerate FSDP2 on the CPU; runs in the peer's environment, knows no fullshard."""
+"""One rank of TRL's SFTTrainer under Accelerate FSDP2 on the CPU; in the peer's environment, without fullshard."""
 
 from __future__ import annotations
 

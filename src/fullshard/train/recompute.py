@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +32,14 @@ def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
         lines.append("recomputation: the model's own gradient checkpointing was on and is now off")
     count = len(blocks) if recompute is True else min(int(recompute), len(blocks))
     for block in blocks[:count]:
-        block.forward = _recomputed(block, block.forward)
+        block.forward = partial(_forward, block, block.forward)
     return [*lines, f"recomputation: the first {count} of {len(blocks)} blocks"] if count else lines
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_again(*inputs: Any, **named: Any) -> Any:
-        if block.training and torch.is_grad_enabled():
-            return checkpoint(forward, *inputs, use_reentrant=False, **named)
-        return forward(*inputs, **named)
-
-    return forward_again
+def _forward(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    if block.training and torch.is_grad_enabled():
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+    return forward(*inputs, **named)
 
 
 class GradientReach:

@@ -69,12 +69,8 @@ def build_sharded(
     _materialize(loss_model, ranks.device)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
-    report = [
-        *_dtype_rows(sharded, weights, precision),
-        check_buffers(causal_lm, ranks),
-        *loss_model.routing_note,
-        *recomputed,
-    ]
+    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
+    report += loss_model.routing_note + recomputed
     return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
 
 

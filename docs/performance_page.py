@@ -6,7 +6,6 @@ python docs/performance_page.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -36,17 +35,20 @@ WORDS = {
 
 
 def newest(topic: str) -> tuple[str, dict] | None:
+    """Name and content of the topic's newest result."""
     paths = sorted(RESULTS.glob(f"{topic}_*.json"), key=lambda path: path.stem.rpartition("_")[2])
     return (paths[-1].name, json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else None
 
 
 def head(words: dict[str, str], name: str, found: dict) -> str:
+    """Where the figures are from."""
     machine = found["hardware"]
     facts = {"cpu": machine["cpu"], "cores": machine["cores"], "load": machine["load_before"], "date": found["date"]}
     return words["from"].format(name=name, **facts)
 
 
 def speed_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
+    """Share of peak, scaling and profile."""
     lines = [head(words, name, found), "", words["share"], "|---|---|---|---|"]
     for precision in ("fp32", "bf16"):
         for method, values in found.get(precision, {}).items():
@@ -70,6 +72,7 @@ def speed_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
 
 
 def trl_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
+    """The three beside each other."""
     lines = [head(words, name, found)]
     for precision in ("fp32", "bf16"):
         values = found.get(precision)
@@ -86,6 +89,7 @@ def trl_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
 
 
 def main() -> None:
+    """Write both pages."""
     for page, words in WORDS.items():
         parts = []
         for topic, make in (("speed", speed_lines), ("trl", trl_lines)):
@@ -96,8 +100,9 @@ def main() -> None:
             return
         path = DOCS / page
         text = path.read_text(encoding="utf-8")
-        block = START + "\n\n".join(parts) + "\n" + END
-        path.write_text(re.sub(re.escape(START) + ".*?" + re.escape(END), lambda _: block, text, flags=re.S), "utf-8")
+        before, _, rest = text.partition(START)
+        after = rest.partition(END)[2]
+        path.write_text(before + START + "\n\n".join(parts) + "\n" + END + after, encoding="utf-8")
         print(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rank_pool import pool
@@ -65,13 +66,12 @@ def row_number_loss(model, batch, device):
 
 
 def ho5_run(folder: Path, model: Path):
-    """Four rows with 1, 7, 3 and 5 supervised tokens: an answer of n - 1 words and its end."""
+    """Four rows with 1, 7, 3 and 5 supervised tokens: as many words; the end after them is taken out."""
     folder.mkdir(parents=True)
     rows = [
         {"messages": [{"role": "user", "content": "red"}, {"role": "assistant", "content": " ".join(["sun"] * words)}]}
-        for words in (6, 2, 4)
+        for words in (1, 7, 3, 5)
     ]
-    rows.insert(0, {"messages": [{"role": "user", "content": "red"}, {"role": "assistant", "content": ""}]})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config = config_from_dict(
         {
@@ -81,6 +81,10 @@ def ho5_run(folder: Path, model: Path):
         }
     )  # fmt: skip
     prepare(config, folder / PREPARED)
+    data = folder / PREPARED / "train"
+    supervised = np.load(data / "supervised.npy")
+    supervised[np.load(data / "offsets.npy")[1:] - 1] = 0
+    np.save(data / "supervised.npy", supervised)
     return config
 
 
@@ -110,8 +114,6 @@ def test_ho5_one_loss_for_every_layout_and_its_arithmetic_control(tmp_path):
 
 def test_a_window_without_supervised_tokens_is_skipped_everywhere(tmp_path):
     """4 rows, one a window, loss on none of the first row's tokens: 3 steps, one said to be skipped."""
-    import numpy as np
-
     model = make_tokenizer(make_model(tmp_path / "model"))
     config = make_run(tmp_path / "run", model, global_batch="1 rows", max_steps=4, **SGD)
     data = tmp_path / "run" / PREPARED / "train"
@@ -159,7 +161,7 @@ def test_recomputation_is_ours_alone():
     model.gradient_checkpointing_enable()
     calls: list[int] = []
     for place, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *_, place=place: calls.append(place))
+        layer.self_attn.q_proj.register_forward_hook(lambda *_, place=place: calls.append(place))
     lines = recompute_blocks(model, 2)
     assert lines[0].endswith("on and is now off") and lines[1] == "recomputation: the first 2 of 3 blocks"
     model(torch.arange(6)[None], labels=torch.arange(6)[None], use_cache=False).loss.backward()

@@ -17,7 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-MODEL = Path.home() / ".cache" / "fullshard" / "SmolLM2-135M-Instruct"
+MODEL = Path.home() / ".cache" / "fullshard" / "SmolLM2-135M-Instruct"  # made by make quickstart
+MODEL = Path(os.environ.get("BENCHMARK_MODEL") or MODEL)  # a smaller one, to try the scripts
 NUM_PARAMETERS = 134_515_008
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -176,11 +176,14 @@ def test_an_adapter_that_took_part_without_a_gradient_is_an_error():
     from fullshard.train.recompute import GradientReach
 
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "idle")})
+    for layer in layers.values():
+        for part in "AB":
+            layer.add_module(f"lora_{part}", torch.nn.ModuleDict({"default": torch.nn.Linear(2, 2, bias=False)}))
     names = [f"{layer}.lora_{part}.default.weight" for layer in layers for part in "AB"]
     alone = SimpleNamespace(gather_objects=lambda value: [value])
 
     def report(values: dict[str, float], run: list[str]) -> str:
-        reach = GradientReach(layers, names)
+        reach = GradientReach(layers)
         for layer in run:
             layers[layer](torch.ones(1, 2))
         gradients = [torch.full((4,), values.get(name, 0.0)) for name in names]

@@ -31,8 +31,7 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
     What is padding is known by length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch,
     the first tokens (at most 8) of row 0 with every label -100.
     """
-    is_fill = not sequences
-    if is_fill:
+    if not sequences:
         ids, supervised = data.row(0)
         content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
     else:
@@ -57,5 +56,5 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
             document_ids[place, start:stop] = number
             start = stop
     lengths = [[len(ids) for ids, _ in rows] for rows in content]
-    rows = () if is_fill else tuple(row for sequence in sequences for row in sequence)
+    rows = tuple(row for sequence in sequences for row in sequence)
     return Batch(input_ids, labels, position_ids, attention_mask, document_ids, lengths, rows)

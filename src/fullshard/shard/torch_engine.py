@@ -26,13 +26,9 @@ class TorchShardedModel:
     """A ``ShardedModel`` over ``fully_shard``; Shard(0) only, so that each rank's rows are one contiguous range."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: list[list[nn.Module]],
-        replicated: set[nn.Parameter],
-        mesh: DeviceMesh,
+        self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,
         precision: Precision,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.module = model
         self._mesh = mesh
         self._num_ranks = mesh.size()
@@ -47,13 +43,8 @@ class TorchShardedModel:
         for unit in units:
             # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
             keep = len(unit) > 1
-            fully_shard(
-                unit if keep else unit[0],
-                mesh=mesh,
-                mp_policy=policy,
-                reshard_after_forward=not keep,
-                ignored_params=whole,
-            )
+            modules = unit if keep else unit[0]
+            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep, ignored_params=whole)
             if isinstance(unit[0], nn.Embedding) and not keep:
                 unit[0].set_unshard_in_backward(False)  # its gradient needs no weights
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)

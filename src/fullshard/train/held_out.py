@@ -29,16 +29,10 @@ def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> tor
 
 
 def held_out_loss(
-    loss_model: nn.Module,
-    data: PreparedData,
-    micro_batch: tuple[int, str],
-    pad_id: int,
-    device: torch.device,
-    rank: int = 0,
-    num_ranks: int = 1,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    loss_model: nn.Module, data: PreparedData, micro_batch: tuple[int, str], pad_id: int, device: torch.device,
+    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
     rows: Sequence[int] | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Loss per supervised token over ``rows`` (default: all), each row exactly once. A collective call on all ranks."""
     window = np.arange(len(data)) if rows is None else np.asarray(rows)
     num_tokens = int(data.supervised[window].sum())

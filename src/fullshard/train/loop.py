@@ -88,9 +88,8 @@ def run_rank(
         if ranks.is_first:
             seconds = time.perf_counter() - started
             speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
-            result = TrainResult(
-                run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, speed, peak
-            )
+            losses = (trainer.last_loss, trainer.last_eval, first_eval)
+            result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
             ending += f", {trainer.scale.skipped} skipped" if trainer.scale.skipped else ""
@@ -108,16 +107,9 @@ class Trainer:
     """One run on one rank: the sharded model, its optimizer and its place in the data."""
 
     def __init__(
-        self,
-        run: Path,
-        config: RunConfig,
-        plan: dict[str, Any],
-        ranks: Ranks,
-        data: PreparedData,
-        held_out: PreparedData | None,
-        steps: list[tuple[int, np.ndarray]],
-        log: MetricsLog,
-    ) -> None:
+        self, run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, data: PreparedData,
+        held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog,
+    ) -> None:  # fmt: skip
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log = steps, log
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
@@ -136,13 +128,11 @@ class Trainer:
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         self.planned_bytes = plan.get("moments", {}).get("train")
         self.losses: list[float] = []
-        trained = [name for group in self.optimizer.param_groups for name in group["param_names"]]
-        self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm, trained)
+        self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         log.say(
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
             f"({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
-
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)
@@ -172,9 +162,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
-        self.log.say(
-            f"trial step on the longest rows ({int(self.data.lengths.max())} tokens): peak {peak / 1e9:.2f} GB a rank"
-        )
+        longest = f"trial step on the longest rows ({int(self.data.lengths.max())} tokens)"
+        self.log.say(f"{longest}: peak {peak / 1e9:.2f} GB a rank")
 
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
@@ -308,15 +297,10 @@ class Trainer:
         trainer["add_tokens"] = self.config.model.add_tokens
         if self.config.method == "lora":
             trainer["adapter"] = adapter_settings(self.config.lora)
-        facts = {
-            "method": self.config.method,
-            "base_model": str(Path(self.config.model.path).resolve()),
-            "trainer": trainer,
-        }
+        base, keep_last = str(Path(self.config.model.path).resolve()), self.config.train.keep_last
+        facts = {"method": self.config.method, "base_model": base, "trainer": trainer}
         proof = {"tokens": tokens, "logits": logits}
-        folder = save_checkpoint(
-            self.run, step, self.sharded, self.moments, self.ranks, facts, proof, self.config.train.keep_last
-        )
+        folder = save_checkpoint(self.run, step, self.sharded, self.moments, self.ranks, facts, proof, keep_last)
         self.log.record("checkpoint", step=step, path=str(folder))
 
     def resume(self, step: int) -> int:
@@ -327,15 +311,11 @@ class Trainer:
         set_step_count(self.optimizer, step - self.scale.skipped)
         self.last_eval = manifest.trainer.get("last_eval")
         if manifest.trainer["num_steps"] != len(self.steps):
-            raise ConfigError(
-                f"The run was planned for {manifest.trainer['num_steps']} steps, the recipe means {len(self.steps)}.",
-                "Resume with the run's own recipe.",
-            )
+            planned = f"The run was planned for {manifest.trainer['num_steps']} steps"
+            raise ConfigError(f"{planned}, the recipe means {len(self.steps)}.", "Resume with the run's own recipe.")
         if manifest.trainer["data_hash"] != self.data.hash:
-            raise CheckpointError(
-                f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on.",
-                "Prepare the same files again, or start a new run.",
-            )
+            message = f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on."
+            raise CheckpointError(message, "Prepare the same files again, or start a new run.")
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
         return step
 

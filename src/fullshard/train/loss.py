@@ -43,15 +43,10 @@ class LossModel(nn.Module):
         return self.causal_lm.config._attn_implementation == BY_DOCUMENT
 
     def forward(
-        self,
-        input_ids_BS: torch.Tensor,
-        labels_BS: torch.Tensor | None,
-        position_ids_BS: torch.Tensor | None = None,
-        attention_mask_BS: torch.Tensor | None = None,
-        own_logits: bool = False,
-        real_BS: torch.Tensor | None = None,
+        self, input_ids_BS: torch.Tensor, labels_BS: torch.Tensor | None, position_ids_BS: torch.Tensor | None = None,
+        attention_mask_BS: torch.Tensor | None = None, own_logits: bool = False, real_BS: torch.Tensor | None = None,
         documents: Documents | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Sum over supervised positions of the token losses (natural log, fp32 scalar).
 
         ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS``
@@ -153,13 +148,9 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        cut: tuple[int, bool],
-        labels_N: torch.Tensor,
-        hidden_NH: torch.Tensor,
-        *weights: nn.Parameter,
-    ) -> torch.Tensor:
+        ctx: Any, head: Callable[[torch.Tensor], torch.Tensor], cut: tuple[int, bool], labels_N: torch.Tensor,
+        hidden_NH: torch.Tensor, *weights: nn.Parameter,
+    ) -> torch.Tensor:  # fmt: skip
         (rows, wanted), loss, hidden_gradients, weight_gradients = cut, 0.0, [], []
         for hidden_CH, labels_C in zip(hidden_NH.detach().split(rows), labels_N.split(rows), strict=True):
             with torch.set_grad_enabled(wanted):

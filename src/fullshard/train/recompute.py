@@ -45,8 +45,8 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **name
 class GradientReach:
     """Watches the first step: which adapters were used in forward, and which trained tensors got a gradient."""
 
-    def __init__(self, causal_lm: nn.Module, names: list[str]) -> None:
-        owners = {_owner(name) for name in names if is_adapter(name)}
+    def __init__(self, causal_lm: nn.Module) -> None:
+        owners = {_owner(name) for name, _ in causal_lm.named_parameters() if is_adapter(name)}
         self._used: set[str] = set()
         self._hooks = [
             module.register_forward_hook(lambda *_, name=name: self._used.add(name))

@@ -65,13 +65,14 @@ def one_core_each(command: list[str], num_ranks: int) -> list[str]:
 
 
 def run_quietly(command: list[str], folder: Path, **more: str) -> None:
-    """Run a command with its output in FOLDER/output.txt; show the end of it where it fails."""
+    """Run a command with its output in FOLDER/output.txt; RuntimeError with the first error in it where it fails."""
     output = folder / "output.txt"
     with open(output, "w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env={**ENVIRONMENT, **more}).returncode
     if code:
-        print("\n".join(output.read_text(errors="replace").splitlines()[-15:]))
-        raise SystemExit(f"failed with {code}: {' '.join(command)}")
+        lines = output.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*:", line)] or lines[-15:]
+        raise RuntimeError(f"failed with {code}: {' '.join(command)}\n{errors[0]}")
 
 
 def spread(values: list[float]) -> dict[str, float]:

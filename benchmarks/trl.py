@@ -138,8 +138,14 @@ def compare(precision: str, arguments: argparse.Namespace, folder: Path) -> dict
     python = peer_python(arguments.venv)
     short = {"rows": str(tokens), "precision": precision, "steps": min(SHORT_STEPS, arguments.steps)}
     tried: dict[str, float] = {}
+    refused: dict[str, str] = {}
     for name in settings["candidates"]:
-        run = run_other(name, python, settings, short, folder / f"try_{name}")
+        try:
+            run = run_other(name, python, settings, short, folder / f"try_{name}")
+        except RuntimeError as error:
+            print(f"TRL {name}: {str(error).splitlines()[-1]}")
+            refused[name] = str(error).splitlines()[-1]
+            continue
         used = sizes
         if run["used_tokens"]:  # packed rows in their order, as many a rank as rows before
             each = settings["rows_per_step"]
@@ -170,6 +176,7 @@ def compare(precision: str, arguments: argparse.Namespace, folder: Path) -> dict
     peaks = {name: max(run["peak_bytes"] for run in each) for name, each in runs.items()}
     return {
         "trl_settings_tried_tokens_per_second": tried,
+        "trl_settings_that_failed": refused,
         "trl_setting": best,
         "tokens_per_second": {name: spread(values) for name, values in speeds.items()},
         "times_trl": median["fullshard"] / best_of_trl,

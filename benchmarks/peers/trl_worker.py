@@ -48,8 +48,9 @@ def main() -> None:
     arguments = SFTConfig(
         output_dir=job["folder"], use_cpu=True, bf16=bf16, max_steps=job["steps"], report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0, dataloader_num_workers=0,
-        learning_rate=job["learning_rate"], max_length=job["max_length"], warmup_steps=0,
-        per_device_train_batch_size=job["rows_a_rank"], gradient_accumulation_steps=1, **job["sft"],
+        learning_rate=job["learning_rate"], warmup_steps=0,
+        per_device_train_batch_size=job["rows_a_rank"], gradient_accumulation_steps=1,
+        **{"max_length": job["max_length"], **job["sft"]},
     )  # fmt: skip
     clock = StepClock()
     trainer = SFTTrainer(

@@ -1,13 +1,13 @@
 """Is this machine able to do the job? Each check states what it found and, where something is wrong, the fix."""
 
-from __future__ import annotations
-
+import platform
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,6 @@ value = torch.full((1000,), float(sys.argv[1]) + 1.0)
 dist.all_reduce(value)
 assert value.eq(3.0).all(), value[0]
 dist.destroy_process_group()
-print("sum is right")
 """
 
 
@@ -79,17 +78,21 @@ def check_machine() -> MachineReport:
     checks = [_check_python(), *(_check_package(name, least) for name, least in MINIMUM_VERSIONS.items())]
     if checks[1].ok != "fail":  # torch is there
         checks.append(_check_build())
-    if "fail" in (checks[1].ok, checks[-1].ok):
-        return MachineReport((*checks, _check_memory(), _check_disk(Path.cwd())))
-    checks += [_check_accelerators(), _check_cores(), _check_memory(), _check_disk(Path.cwd())]
-    return MachineReport((*checks, _check_products(), _check_cache(), check_ranks()))
+    usable = "fail" not in (checks[1].ok, checks[-1].ok)
+    checks += [_check_accelerators()] if usable else []
+    checks += _check_host()
+    checks += [_check_products(), _check_cache(), check_ranks()] if usable else []
+    return MachineReport(tuple(checks))
+
+
+def _judge(name: str, finding: str, fix: str, level: str = "") -> Check:
+    """A check that found ``level`` (warn or fail, with its fix) or, without one, nothing wrong."""
+    return Check(name, level, finding, fix) if level else Check(name, "ok", finding)
 
 
 def _check_python() -> Check:
-    found = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info[:2] < MINIMUM_PYTHON:
-        return Check("Python", "fail", found, "Use Python 3.11 or newer.")
-    return Check("Python", "ok", f"{found} ({sys.executable})")
+    level = "fail" if sys.version_info[:2] < MINIMUM_PYTHON else ""
+    return _judge("Python", f"{platform.python_version()} ({sys.executable})", "Use Python 3.11 or newer.", level)
 
 
 def _check_package(name: str, least: str) -> Check:
@@ -97,12 +100,13 @@ def _check_package(name: str, least: str) -> Check:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Check(name, "fail", "not installed", f'pip install "{name}>={least}"')
-    if Version(found) < Version(least):
-        return Check(name, "fail", f"{found}, older than {least}", f'pip install --upgrade "{name}>={least}"')
-    return Check(name, "ok", found)
+    is_old = Version(found) < Version(least)
+    finding = f"{found}, older than {least}" if is_old else found
+    return _judge(name, finding, f'pip install --upgrade "{name}>={least}"', "fail" if is_old else "")
 
 
 def _check_build() -> Check:
+    name = "torch build"
     try:
         import torch
 
@@ -111,13 +115,13 @@ def _check_build() -> Check:
         build, unused = torch_build(), has_unused_accelerator()
     except (ImportError, OSError, RuntimeError, ConfigError) as error:  # torch loads torch_npu, which wants CANN
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        return Check("torch build", "fail", f"torch cannot be used: {reason}", "Ascend: see docs/ascend.md")
+        return Check(name, "fail", f"torch cannot be used: {reason}", "Ascend: see docs/ascend.md")
     if unused:
         fix = "Install torch for it, or make it visible: CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES."
-        return Check("torch build", "warn", f"{build}; this machine has an accelerator that torch does not use", fix)
+        return Check(name, "warn", f"{build}; this machine has an accelerator that torch does not use", fix)
     if not torch.distributed.is_available():
-        return Check("torch build", "fail", f"{build}, without torch.distributed", "Install torch's official wheel.")
-    return Check("torch build", "ok", build)
+        return Check(name, "fail", f"{build}, without torch.distributed", "Install torch's official wheel.")
+    return Check(name, "ok", build)
 
 
 def _check_accelerators() -> Check:
@@ -125,40 +129,29 @@ def _check_accelerators() -> Check:
 
     if device_kind() == "cpu":
         return Check("accelerators", "ok", "none: training runs on the CPU")
-    name = device_name()
-    free, total = device_memory()
+    name, (free, total) = device_name(), device_memory()
     finding = f"{num_devices()} x {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free on the first"
-    if free < total / 2:
-        return Check("accelerators", "warn", finding, "Another process holds memory: see nvidia-smi or npu-smi.")
     if find_accelerator(name) is None:
         finding += " (not in our table; its rate is timed here)"
-    return Check("accelerators", "ok", finding)
+    fix = "Another process holds memory: see nvidia-smi or npu-smi."
+    return _judge("accelerators", finding, fix, "warn" if free < total / 2 else "")
 
 
-def _check_cores() -> Check:
-    host = read_host()
-    if host.cores < 2:
-        return Check("cores", "warn", f"1 ({host.processor})", "CPU training starts one rank; two cores make it two.")
-    return Check("cores", "ok", f"{host.cores} ({host.processor})")
-
-
-def _check_memory() -> Check:
-    host = read_host()
-    finding = f"{host.available_bytes / 1e9:.1f} of {host.total_bytes / 1e9:.1f} GB free"
-    if host.available_bytes < NEEDED_MEMORY_BYTES:
-        return Check(
-            "memory", "warn", finding, f"The quickstart wants {NEEDED_MEMORY_BYTES / 1e9:.0f} GB: close programs."
-        )
-    return Check("memory", "ok", finding)
-
-
-def _check_disk(folder: Path) -> Check:
-    free = shutil.disk_usage(folder).free
-    finding = f"{free / 1e9:.1f} GB free at {folder}"
-    if free < NEEDED_DISK_BYTES:
-        wanted = f"The quickstart writes about {NEEDED_DISK_BYTES / 1e9:.0f} GB: free some or run elsewhere."
-        return Check("disk", "warn", finding, wanted)
-    return Check("disk", "ok", finding)
+def _check_host() -> list[Check]:
+    """Cores, memory and disk, beside what the quickstart wants."""
+    host, folder = read_host(), Path.cwd()
+    free, available = shutil.disk_usage(folder).free, host.available_bytes
+    cores = f"{host.cores} ({host.processor})"
+    memory = f"{available / 1e9:.1f} of {host.total_bytes / 1e9:.1f} GB free"
+    disk = f"{free / 1e9:.1f} GB free at {folder}"
+    close = f"The quickstart wants {NEEDED_MEMORY_BYTES / 1e9:.0f} GB: close programs."
+    move = f"The quickstart writes about {NEEDED_DISK_BYTES / 1e9:.0f} GB: free some or run elsewhere."
+    more = "CPU training starts one rank; two cores make it two."
+    return [
+        _judge("cores", cores, more, "warn" if host.cores < 2 else ""),
+        _judge("memory", memory, close, "warn" if available < NEEDED_MEMORY_BYTES else ""),
+        _judge("disk", disk, move, "warn" if free < NEEDED_DISK_BYTES else ""),
+    ]
 
 
 def _check_products() -> Check:
@@ -168,23 +161,20 @@ def _check_products() -> Check:
     kind = device_kind()
     rates = measure_rates(kind, read_host().cores)
     faster = "bf16" if rates.bf16 > 1.2 * rates.fp32 or (kind != "cpu" and rates.bf16) else "fp32"
-    unit = "a core" if kind == "cpu" else "a device"
-    finding = (
-        f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s {unit}: precision auto means {faster}"
-    )
-    return Check("timed products", "ok", finding)
+    figures = f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s"
+    where = "a core" if kind == "cpu" else "a device"
+    return Check("timed products", "ok", f"{figures} {where}: precision auto means {faster}")
 
 
 def _check_cache() -> Check:
     from fullshard.device import cache_folder
 
     folder = cache_folder()
-    fix = "Set FULLSHARD_CACHE to a folder that you may write."
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
+        fix = "Set FULLSHARD_CACHE to a folder that you may write."
         return Check("cache", "fail", f"{folder} cannot be written: {error.strerror}", fix)
     return Check("cache", "ok", f"{folder} can be written")
 
@@ -196,31 +186,19 @@ def check_ranks(program: str = RANK_PROGRAM, timeout_seconds: float = RANKS_TIME
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    options |= {"text": True, "errors": "replace", "timeout": timeout_seconds}
+    commands = [[sys.executable, "-c", program, str(rank), str(port)] for rank in range(2)]
     start = time.monotonic()
-    processes = []
     try:
-        for rank in range(2):
-            command = [sys.executable, "-c", program, str(rank), str(port)]
-            processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            )
-        outputs = [
-            process.communicate(timeout=max(0.1, timeout_seconds - (time.monotonic() - start)))[0].decode(
-                errors="replace"
-            )
-            for process in processes
-        ]
+        with ThreadPoolExecutor(2) as pool:  # run() kills a process that takes too long
+            ranks = list(pool.map(lambda command: subprocess.run(command, check=False, **options), commands))
     except subprocess.TimeoutExpired:
         return Check(name, "fail", f"no answer within {timeout_seconds:.0f} s", fix)
     except OSError as error:
         return Check(name, "fail", f"could not start a process: {error.strerror}", fix)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    for process, output in zip(processes, outputs, strict=True):
-        if process.returncode:
-            last = output.strip().splitlines()[-1] if output.strip() else f"exit code {process.returncode}"
+    for rank in ranks:
+        if rank.returncode:
+            last = (rank.stdout.strip().splitlines() or [f"exit code {rank.returncode}"])[-1]
             return Check(name, "fail", last, fix)
     return Check(name, "ok", f"an all-reduce over two processes is right ({time.monotonic() - start:.1f} s with start)")

@@ -1,7 +1,5 @@
 """Errors that users meet. Each carries what was given, what fits, and the next command to type."""
 
-from __future__ import annotations
-
 import re
 
 
@@ -47,10 +45,7 @@ class TrainError(UserError):
     """Training had to stop (a rank failed, a value is not finite)."""
 
 
-ERROR_TYPES = {
-    error.__name__: error
-    for error in (UserError, ConfigError, DataError, ModelError, PlanError, CheckpointError, MergeError, TrainError)
-}
+ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}
 
 
 def without_secrets(text: str) -> str:
@@ -62,7 +57,7 @@ def without_secrets(text: str) -> str:
 class Blame:
     """``with Blame(ModelError, "No tokenizer in x", hint):`` - all that a foreign reader raises becomes that error.
 
-    Tokenizers, chat templates and file readers raise anything, a bare Exception too. A UserError passes.
+    Tokenizers, chat templates, file readers and disks raise anything, a bare Exception too. A UserError passes.
     """
 
     def __init__(self, kind: type[UserError], message: str, hint: str) -> None:
@@ -72,5 +67,6 @@ class Blame:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, UserError):
-            first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            first = next(iter(text.strip().splitlines()), "") or type(error).__name__
             raise self.kind(f"{self.message}: {without_secrets(first)}", self.hint) from error

@@ -1,19 +1,12 @@
 """Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
 
-The launcher prepares everything that can fail cheaply (folder, data, plan) before any rank exists. Ranks then need
-nothing but the run folder and the standard environment variables. The first failure ends all ranks.
-
-Under torchrun there may be several nodes. Every rank writes its part of a checkpoint into the run folder, so all nodes
-must share it. So the data too is prepared once, in there, by rank 0, without a file lock (not all network file systems
-have one); the others wait in ``Ranks.agree`` as long as it takes. Before that a token in the run folder shows that all
-nodes share it, after it the hashes of the data as the ranks see it are compared.
+Everything that can fail cheaply (folder, data, plan) is prepared before any rank trains. Ranks need nothing but the run
+folder, shared by all nodes, and the standard environment variables. The first failure ends all. More: DESIGN.md, 11.
 """
 
-from __future__ import annotations
-
-import json
 import logging
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -21,30 +14,20 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
 
+from fullshard import run_folder
 from fullshard.config import RunConfig, config_from_dict, load_config
-from fullshard.errors import ERROR_TYPES, CheckpointError, ConfigError, DataError, TrainError, UserError
-from fullshard.run_folder import (
-    CONFIG,
-    DATA,
-    ENVIRONMENT,
-    ERRORS,
-    HELD_OUT,
-    PLAN,
-    PREPARED,
-    RECIPE,
-    list_checkpoints,
-    newest_checkpoint,
-    read_json,
-    require_run,
-    write_json,
-)
+from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
+from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
@@ -56,10 +39,7 @@ SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
 def train_run(
-    recipe: RunConfig | str | Path,
-    overrides: list[str] | tuple[str, ...] = (),
-    ranks: int | None = None,
-    quiet: bool = False,
+    recipe: RunConfig | str | Path, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False
 ) -> Any:
     """Train a recipe (a path or a RunConfig) and return its TrainResult.
 
@@ -67,30 +47,28 @@ def train_run(
     ranks that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run
     folder that exists is never written to.
     """
-    if _started_by_launcher():
-        _check_world_size(ranks)
-        return _train_here(recipe, overrides, quiet)
-    config = _read_config(recipe, overrides)
-    run = Path(config.output)
     _check_ranks(ranks)
-    prepare_run(config, run, ranks, quiet, _recipe_text(recipe, overrides, config), [])
-    return _launch(run, ranks or _planned_ranks(run), None, quiet)
+    if _started_by_launcher():
+        return _train_here(recipe, overrides, quiet)
+    config, text = _read_recipe(recipe, overrides)
+    run = Path(config.output)
+    prepare_run(config, run, ranks, quiet, text, [])
+    return _launch(run, ranks, None, quiet)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
     run = Path(run)
+    _check_ranks(ranks)
     if _started_by_launcher():
         from fullshard.ranks import start_ranks
 
-        _check_world_size(ranks)
         here = start_ranks()
         number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
         _require_shared(run, here)
         return _run_as_rank(run, number, quiet, here)
     number = _step_to_resume(run, step)
-    _check_ranks(ranks)
-    return _launch(run, ranks or _planned_ranks(run), number, quiet)
+    return _launch(run, ranks, number, quiet)
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -98,28 +76,26 @@ def _step_to_resume(run: Path, step: int | None) -> int:
     from fullshard.checkpoint.format import verify_checkpoint
 
     number, folder = newest_checkpoint(require_run(run), step)
-    verify_checkpoint(folder)
-    if number >= read_json(folder / "manifest.json")["trainer"]["num_steps"]:
+    if number >= verify_checkpoint(folder).trainer["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
     return number
 
 
 def _check_ranks(ranks: int | None) -> None:
-    """Refuse a number of ranks that this machine cannot start."""
+    """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
     from fullshard.device import num_devices
 
-    if ranks is not None and ranks < 1:
+    if ranks is None:
+        return
+    if _started_by_launcher():
+        if ranks != (started := int(os.environ["WORLD_SIZE"])):
+            message = f"--ranks {ranks}, but the launcher has started {started} ranks."
+            raise ConfigError(message, "Leave --ranks out here.")
+        return
+    if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
-    if ranks is not None and 0 < num_devices() < ranks:
-        fits = f"--ranks {num_devices()}"
-        raise ConfigError(f"--ranks {ranks}: this machine has {num_devices()} accelerators.", f"At most: {fits}")
-
-
-def _check_world_size(ranks: int | None) -> None:
-    """Under torchrun the ranks are there already: another number is refused, not ignored."""
-    started = int(os.environ["WORLD_SIZE"])
-    if ranks is not None and ranks != started:
-        raise ConfigError(f"--ranks {ranks}, but the launcher has started {started} ranks.", "Leave --ranks out here.")
+    if 0 < (most := num_devices()) < ranks:
+        raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
 
 
 def prepare_run(
@@ -147,81 +123,56 @@ def prepare_run(
     WeightMap(model, WeightFiles(folder), str(folder))
     if config.train.router_loss:
         find_router_loss(model)
-    try:
+    with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
-        (run / RECIPE).write_text(recipe_text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"The output folder {run} cannot be written: {error.strerror}.", "Set output=FOLDER"
-        ) from None
+        (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
+
+    def show(split: str, done: int, total: int) -> None:
+        status.update(f"preparing {split}: {done:,} of {total:,} rows")
+
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
-        write_json(run / CONFIG, _resolved(config) | {ASKED: asked.model_dump(mode="json")})
-        write_json(run / ENVIRONMENT, _environment())
+        values = config.model_dump(mode="json") | {ASKED: asked.model_dump(mode="json")}
+        values["model"]["path"] = str(folder.expanduser().resolve())
+        if config.method == "full":
+            del values["lora"]  # a full recipe may not have the section
+        write_json(run / run_folder.CONFIG, values)
+        write_json(run / run_folder.ENVIRONMENT, _environment())
         with Console(quiet=quiet).status("preparing the data") as status:
-            account = prepare(
-                config,
-                run / PREPARED,
-                lambda split, done, total: status.update(f"preparing {split}: {done:,} of {total:,} rows"),
-            )
+            account = prepare(config, run / run_folder.PREPARED, show)
         if isinstance(config.data.eval, float):
-            write_held_out(config, run / HELD_OUT)
-        write_json(run / DATA, account)
+            write_held_out(config, run / run_folder.HELD_OUT)
+        write_json(run / run_folder.DATA, account)
         plan = make_plan(config, ranks)
-        write_json(run / PLAN, plan.to_json())
+        write_json(run / run_folder.PLAN, asdict(plan))
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
-        for line in [*check_generation_config(folder), *account["report"], *plan.to_summary()]:
-            print(line)
+        print("\n".join([*check_generation_config(folder), *account["report"], plan.to_summary()]))
 
 
-def _read_config(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...]) -> RunConfig:
-    return recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
-
-
-def _recipe_text(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...], config: RunConfig) -> str:
-    """The recipe as given, comments and all; a RunConfig, or a recipe with overrides, as the keys it sets."""
-    if isinstance(recipe, RunConfig) or overrides:
-        return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
-    return Path(recipe).read_text(encoding="utf-8")
-
-
-def _resolved(config: RunConfig) -> dict[str, Any]:
-    """Every key with its value, the model's folder as an absolute path."""
-    values = config.model_dump(mode="json")
-    values["model"]["path"] = str(Path(config.model.path).expanduser().resolve())
-    if config.method == "full":
-        del values["lora"]  # a full recipe may not have the section
-    return values
+def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tuple[RunConfig, str]:
+    """The config and its text: as given, comments and all; a RunConfig, or with overrides, as the keys that are set."""
+    config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
+    if config is not recipe and not overrides:
+        return config, Path(recipe).read_text(encoding="utf-8")
+    values = config.model_dump(mode="json", exclude_unset=True)
+    return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _environment() -> dict[str, Any]:
     """Versions and devices; never environment variables."""
-    import platform
-    from importlib.metadata import version
-
     import torch
 
     from fullshard.device import device_kind, num_cores, num_devices
 
-    packages = ("fullshard", "torch", "transformers", "peft", "safetensors")
-    return {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "packages": {name: version(name) for name in packages},
-        "torch_build": torch.__version__,
-        "device": device_kind(),
-        "devices": num_devices(),
-        "cores": num_cores(),
-    }
-
-
-def _planned_ranks(run: Path) -> int:
-    return int(read_json(run / PLAN)["ranks"])
+    packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
+    devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
+    return {**machine, "torch_build": torch.__version__, **devices}
 
 
 def _started_by_launcher() -> bool:
@@ -234,34 +185,27 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(run: Path, num_ranks: int, resume_step: int | None, quiet: bool) -> Any:
+def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) -> Any:
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    shutil.rmtree(run / ERRORS, ignore_errors=True)
-    launch_config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=run.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
+    ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
+    meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
+    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
     arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), "quiet" if quiet else "loud"]
     sys.stdout.flush()
     try:
-        elastic_launch(launch_config, sys.executable)(*arguments)
+        elastic_launch(settings, sys.executable)(*arguments)
     except ChildFailedError as error:
         raise _first_failure(run, error) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        command = f"resume {run}" if list_checkpoints(run) else f"train {run / RECIPE} output=ANOTHER_FOLDER"
+        command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
     return read_result(run)
@@ -272,31 +216,24 @@ def _first_failure(run: Path, error: Any) -> UserError:
 
     A rank that lost its peer raises too, a moment later; the elastic launcher ends the others by SIGTERM.
     """
-    records = (
-        [read_json(path) for path in sorted((run / ERRORS).glob("rank_*.json"))] if (run / ERRORS).is_dir() else []
-    )
+    records = [read_json(path) for path in (run / run_folder.ERRORS).glob("rank_*.json")]
     records.sort(key=lambda record: record["time"])
     for record in records:
         if record["type"] in ERROR_TYPES:
             return ERROR_TYPES[record["type"]](record["message"], record["hint"])
+    plan_it = f"fullshard plan {run / run_folder.RECIPE}"
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             cause = " (often: out of memory)" if failure.exitcode == -signal.SIGKILL else ""
-            return TrainError(
-                f"Rank {rank} was ended by signal {-failure.exitcode}{cause}.",
-                f"Check memory: fullshard plan {run / RECIPE}",
-            )
+            message = f"Rank {rank} was ended by signal {-failure.exitcode}{cause}."
+            return TrainError(message, f"Check memory: {plan_it}")
     if records:
-        place = run / ERRORS / f"rank_{records[0]['rank']}.json"
-        if records[0]["type"] == "OutOfMemoryError":
-            hint = (
-                f"See what takes it: fullshard plan {run / RECIPE}  (smaller train.micro_batch, recompute, more ranks)"
-            )
-            return TrainError(f"Rank {records[0]['rank']} ran out of memory: {records[0]['message']}", hint)
-        return TrainError(
-            f"Rank {records[0]['rank']} raised {records[0]['type']}: {records[0]['message']}",
-            f"The traceback stands in {place}",
-        )
+        rank, kind, message = (records[0][key] for key in ("rank", "type", "message"))
+        if kind == "OutOfMemoryError":
+            hint = f"See what takes it: {plan_it}  (smaller train.micro_batch, recompute, more ranks)"
+            return TrainError(f"Rank {rank} ran out of memory: {message}", hint)
+        place = run / run_folder.ERRORS / f"rank_{rank}.json"
+        return TrainError(f"Rank {rank} raised {kind}: {message}", f"The traceback stands in {place}")
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
 
@@ -309,7 +246,7 @@ def read_result(run: Path) -> Any:
     return TrainResult(**{**values, "run": Path(values["run"])})
 
 
-def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str, ...], quiet: bool) -> Any:
+def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
     """Under torchrun: every rank reads the recipe, rank 0 prepares, all train. An error of one ends all.
 
     An elastic restart goes on in the run folder: it has a launcher process in common with the start that made it.
@@ -318,19 +255,19 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
     from fullshard.ranks import start_ranks
 
     ranks = start_ranks()
-    config = ranks.agree(partial(_read_config, recipe, overrides))[ranks.rank]
+    config, text = ranks.agree(partial(_read_recipe, recipe, overrides))[ranks.rank]
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     run = Path(config.output)
     parent = psutil.Process().parent() or psutil.Process()
     launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
 
     def prepare() -> None:
-        if (run / LAUNCH).is_file() and set(read_json(run / LAUNCH).get("launchers", [])) & set(launchers):
-            if (run / PLAN).is_file():
+        if set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers):
+            if (run / run_folder.PLAN).is_file():
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
             shutil.rmtree(run)  # the attempt before ended while it prepared
-        prepare_run(config, run, ranks.num_ranks, quiet, _recipe_text(recipe, overrides, config), launchers)
+        prepare_run(config, run, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
@@ -338,7 +275,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: list[str] | tuple[str
     return _run_as_rank(run, None, quiet, ranks)
 
 
-def _require_shared(run: Path, ranks: Ranks) -> None:
+def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
     token = run / f".{ranks.broadcast_object(uuid.uuid4().hex)}"
 
@@ -364,15 +301,16 @@ def _require_shared(run: Path, ranks: Ranks) -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _require_same_data(run: Path, ranks: Ranks) -> None:
+def _require_same_data(run: Path, ranks: "Ranks") -> None:
     """DataError on all ranks where they do not all see the same prepared data."""
-    hashes = ranks.agree(lambda: (read_json(run / PREPARED / DATA)["hash"][:12], socket.gethostname()))
+    prepared = run / run_folder.PREPARED
+    hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
     if len(dict(hashes)) > 1:
         found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
-        ranks.refuse(DataError(f"{run / PREPARED} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
+        ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
 
 
-def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks | None = None) -> Any:
+def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks | None" = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
@@ -382,14 +320,14 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: Ranks |
     if resume_step is None:
         found = list_checkpoints(run) if ranks.is_first else []
         resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
-    values = read_json(run / CONFIG)
+    values = read_json(run / run_folder.CONFIG)
     asked = values.pop(ASKED, values["model"])
     if not Path(values["model"]["path"]).is_dir():  # another node's cache may lie elsewhere
         values["model"] = asked
-    config = config_from_dict(values, str(run / CONFIG))
+    config = config_from_dict(values, str(run / run_folder.CONFIG))
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     config = with_model_folder(config)
-    run_rank(run, config, read_json(run / PLAN), ranks, resume_step or None, quiet)
+    run_rank(run, config, read_json(run / run_folder.PLAN), ranks, resume_step or None, quiet)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return read_result(run)
 
@@ -412,18 +350,11 @@ def rank_main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
-        rank = int(os.environ.get("RANK", "0"))
-        (run / ERRORS).mkdir(exist_ok=True)
-        known = isinstance(error, UserError)
-        record = {
-            "rank": rank,
-            "type": type(error).__name__,
-            "message": error.message if known else str(error),
-            "hint": error.hint if known else "",
-            "time": time.time(),
-            "traceback": traceback.format_exc(),
-        }
-        (run / ERRORS / f"rank_{rank}.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+        rank, known = int(os.environ.get("RANK", "0")), isinstance(error, UserError)
+        said = {"message": error.message, "hint": error.hint} if known else {"message": str(error), "hint": ""}
+        record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
+        (run / run_folder.ERRORS).mkdir(exist_ok=True)
+        write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
         return EXIT_USER_ERROR if known else 1
 
 

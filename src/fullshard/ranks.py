@@ -1,7 +1,5 @@
 """The ranks of one run: process group, mesh, sums over ranks, output of rank 0."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -80,9 +78,8 @@ class Ranks:
             except UserError as error:
                 mine.append(error)
             except OSError as error:
-                mine.append(
-                    UserError(f"Cannot use {error.filename}: {error.strerror}.", "Check the path and its rights.")
-                )
+                problem = f"Cannot use {error.filename}: {error.strerror}."
+                mine.append(UserError(problem, "Check the path and its rights."))
             finally:
                 finished.set()
         try:
@@ -117,14 +114,16 @@ def start_ranks() -> Ranks:
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     set_threads(num_cores() // local_ranks)
+    limit = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     if not dist.is_initialized():
-        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
         store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
         store = dist.PrefixStore(_name_attempt(store, rank, num_ranks), store)
         backend = collective_backend(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    return current_ranks(device, local)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=limit)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh, host)
 
 
 def _name_attempt(store: dist.Store, rank: int, num_ranks: int) -> str:
@@ -148,15 +147,6 @@ def _name_attempt(store: dist.Store, rank: int, num_ranks: int) -> str:
             raise TrainError(f"Ranks {missing} have not joined.", "The output of their nodes says why.")
         time.sleep(0.02)
     return name
-
-
-def current_ranks(device: torch.device | None = None, local: int = 0) -> Ranks:
-    """The Ranks of a process group that exists already; a collective call, since it makes the host group."""
-    device = device or torch.device("cpu")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
-    host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=timeout)
-    return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh, host)
 
 
 def stop_ranks() -> None:

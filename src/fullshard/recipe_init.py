@@ -1,23 +1,23 @@
 """``fullshard init MODEL DATA``: a recipe for one's own job, proposed from the data's shape and the memory here."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fullshard.config import DataSection, RunConfig, config_from_dict
+from fullshard.config import DataSection, config_from_dict
 from fullshard.data.batch_render import BatchRenderer
+from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Row, Source, read_source
-from fullshard.errors import ConfigError, PlanError
+from fullshard.errors import Blame, ConfigError, PlanError
+from fullshard.model.fetch import fetch_model
+from fullshard.model.load import read_config
+from fullshard.planning import search
+from fullshard.planning.plan import Plan, format_bytes, format_minutes
 from fullshard.run_folder import free_run
-
-if TYPE_CHECKING:
-    from fullshard.planning.plan import Plan
 
 DEFAULT_RECIPE = "recipe.yaml"
 SAMPLED_ROWS = 200  # spread over the file; the longest hundred by characters are measured besides
@@ -42,14 +42,10 @@ def write_recipe(model: str | Path, data: str | Path, output: str | Path | None 
     Nothing is overwritten: ConfigError where the file exists or cannot be written.
     """
     text, path = propose_recipe(model, data, output)
-    try:
+    with Blame(ConfigError, f"The recipe {path} cannot be written", "Name another: --output FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        raise ConfigError(
-            f"The recipe {path} cannot be written: {error.strerror}.", "Name another: --output FILE"
-        ) from None
     return f"{text}\nWritten to {path}. Next: fullshard plan {path}, then: fullshard train {path}"
 
 
@@ -59,10 +55,6 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     Raises ConfigError where that path exists, ModelError for a missing or incomplete model folder, DataError for data
     that is missing, empty or of no known shape.
     """
-    from fullshard.data.chat import Renderer, load_tokenizer
-    from fullshard.model.fetch import fetch_model
-    from fullshard.model.load import read_config
-
     path = Path(output or DEFAULT_RECIPE)
     if path.exists():
         raise ConfigError(f"The recipe {path} exists already.", "Name another: --output FILE")
@@ -80,7 +72,6 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> Le
     """Token lengths of a sample that holds the longest rows by characters, and the max_length that follows."""
     by_size = sorted(range(len(rows)), key=lambda number: -len(rows[number].content))[:LONGEST_ROWS]
     spread = np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows))).astype(int).tolist()
-
     numbers = sorted({*by_size, *spread})
     rendered = BatchRenderer(renderer).render(rows[number] for number in numbers)
     measured = {n: max(len(part.ids) for part in parts) for n, (_, parts) in zip(numbers, rendered, strict=True)}
@@ -108,31 +99,25 @@ def choose_batch(num_rows: int) -> int:
 
 def choose_method(values: dict[str, Any]) -> tuple[str, str, Plan | None]:
     """full where it fits in comfort, else lora: (method, the reason with figures, its plan or None if none fits)."""
-    from fullshard.planning.plan import format_bytes
-
     full, lora = _plan_of(values, "full"), _plan_of(values, "lora")
     if full is not None and full.peak_bytes <= COMFORT * full.usable_bytes:
         beside = f"; lora: {format_bytes(lora.peak_bytes)}" if lora is not None else ""
-        needs = f"{format_bytes(full.peak_bytes)} of {format_bytes(full.usable_bytes)}"
-        return "full", f"all weights; needs {needs} a rank{beside}", full
+        return "full", f"all weights; needs {_needs(full)}{beside}", full
     if lora is None:
         return "lora", "does not fit this machine as it is: fullshard plan says what would", None
-    needs = f"{format_bytes(lora.peak_bytes)} of {format_bytes(lora.usable_bytes)} a rank"
     beside = f"full: {format_bytes(full.peak_bytes)}" if full is not None else "full does not fit"
-    return "lora", f"adapters only; needs {needs}; {beside}", lora
+    return "lora", f"adapters only; needs {_needs(lora)}; {beside}", lora
+
+
+def _needs(plan: Plan) -> str:
+    return f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank"
 
 
 def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
-    from fullshard.planning.search import make_plan
-
     try:
-        return make_plan(_config(values | {"method": method}))
+        return search.make_plan(config_from_dict(values | {"method": method}, "proposed recipe"))
     except PlanError:
         return None
-
-
-def _config(values: dict[str, Any]) -> RunConfig:
-    return config_from_dict(values, "proposed recipe")
 
 
 def _values(model: str | Path, data: Path, source: Source, lengths: Lengths) -> dict[str, Any]:
@@ -141,41 +126,32 @@ def _values(model: str | Path, data: Path, source: Source, lengths: Lengths) -> 
     if lengths.over_limit:
         section["too_long"] = "drop"
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
-    return {
-        "model": {"path": str(model)},
-        "data": section,
-        "train": train,
-        "output": str(free_run(Path("runs"), data.stem)),
-    }
+    output = str(free_run(Path("runs"), data.stem))
+    return {"model": {"path": str(model)}, "data": section, "train": train, "output": output}
 
 
 def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: str, plan: Plan | None) -> str:
-    """The recipe as text; JSON strings are YAML strings, so any path is safe."""
-    data, train = values["data"], values["train"]
-    config = _config(values)
-    num_rows = len(source.rows)
-    held_out = round(data["eval"] * num_rows) if data["eval"] else 0
-    eval_value = data["eval"] if data["eval"] else "null"
-    eval_note = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows to set some apart"
-    steps = f"{plan.num_steps:,} steps in all" if plan is not None else "documents of one step"
-    lines: list[tuple[str, str]] = [
-        (f"# Every key: fullshard train --schema. Plan: {_plan_words(plan)}", ""),
+    """The recipe as text; JSON is YAML, so any path is safe."""
+    data, train, num_rows = values["data"], values["train"], len(source.rows)
+    rate = config_from_dict(values, "proposed recipe").learning_rate
+    held_out = round((data["eval"] or 0) * num_rows)
+    set_apart = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows to set some apart"
+    steps = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
+    time = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
+    longest = f"tokens; longest sampled row {lengths.longest:,}, mean {lengths.mean:.0f}"
+    dropped = f"{lengths.over_limit} sampled rows are longer than the model's positions"
+    lines = [
+        (f"# Every key: fullshard train --schema. Plan: {time}", ""),
         (f"model: {{path: {_quote(values['model']['path'])}}}", ""),
         ("data:", ""),
         (f"  train: {_quote(data['train'])}", f"{num_rows:,} rows, read as {', '.join(source.shapes)}"),
-        (f"  eval: {eval_value}", eval_note),
-        (
-            f"  max_length: {data['max_length']}",
-            f"tokens; longest sampled row {lengths.longest:,}, mean {lengths.mean:.0f}",
-        ),
-    ]
-    if lengths.over_limit:
-        lines.append(("  too_long: drop", f"{lengths.over_limit} sampled rows are longer than the model's positions"))
-    lines += [
+        (f"  eval: {_quote(data['eval'])}", set_apart),
+        (f"  max_length: {data['max_length']}", longest),
+        *([("  too_long: drop", dropped)] if lengths.over_limit else []),
         (f"method: {values['method']}", why),
         ("train:", ""),
         (f"  epochs: {train['epochs']}", "passes over the rows"),
-        (f"  learning_rate: {config.learning_rate:.1e}", f"the usual start for {values['method']}"),
+        (f"  learning_rate: {rate:.1e}", f"the usual start for {values['method']}"),
         (f"  global_batch: {train['global_batch']}", steps),
         (f"output: {_quote(values['output'])}", "the run folder"),
     ]
@@ -183,13 +159,5 @@ def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: st
     return "\n".join(f"{left:<{width}}  # {note}" if note else left for left, note in lines) + "\n"
 
 
-def _plan_words(plan: Plan | None) -> str:
-    from fullshard.planning.plan import format_minutes
-
-    return (
-        f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan is not None else "does not fit yet"
-    )
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _quote(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

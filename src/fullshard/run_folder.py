@@ -1,7 +1,5 @@
 """Names inside a run folder. Every file a run writes is named here and nowhere else."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json
@@ -34,11 +32,8 @@ ERRORS = "errors"  # one file per rank that failed
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON to ``path`` whole or not at all (temporary name, fsync, rename)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync_path(temporary)
     os.replace(temporary, path)
 
 
@@ -54,9 +49,8 @@ def claim_run(run: Path) -> IO[str]:
         lock.seek(0)
         process = lock.read().strip()
         lock.close()
-        raise ConfigError(
-            f"{run} is being trained now, by process {process}.", f"Wait, or end it: kill {process}"
-        ) from None
+        message = f"{run} is being trained now, by process {process}."
+        raise ConfigError(message, f"Wait, or end it: kill {process}") from None
     except OSError as error:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)
     lock.truncate(0)
@@ -71,21 +65,23 @@ def publish_folder(unfinished: Path, final: Path) -> None:
     if final.exists():
         os.replace(final, old)
     os.replace(unfinished, final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that a rename inside it outlives a crash."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """fsync a folder, so that a rename inside it outlives a crash; or a file."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON file that holds an object. Raises ConfigError where it is damaged."""
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; ``optional``: {} where there is no file. Raises ConfigError where it is damaged."""
+    if optional and not path.is_file():
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -102,28 +98,22 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     """All published checkpoints of a run as (step, folder), oldest first. Unfinished ones have other names."""
-    found = []
-    if (run / CHECKPOINTS).is_dir():
-        for path in (run / CHECKPOINTS).iterdir():
-            match = re.fullmatch(r"step_(\d+)", path.name)
-            if match and path.is_dir():
-                found.append((int(match.group(1)), path))
-    return sorted(found)
+    names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in (run / CHECKPOINTS).glob("step_*"))
+    return sorted((int(match[1]), path) for match, path in names if match and path.is_dir())
 
 
 def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     """The newest checkpoint of ``run``, or that of ``step``. Raises CheckpointError when there is none."""
-    found = list_checkpoints(run)
+    found = dict(list_checkpoints(run))
     if not found:
         hint = f"Train it anew: fullshard train {run / RECIPE} output=ANOTHER_FOLDER"
         raise CheckpointError(f"{run} has no finished checkpoint.", hint)
-    if step is None:
-        return found[-1]
-    for number, path in found:
-        if number == step:
-            return number, path
-    steps = ", ".join(str(number) for number, _ in found)
-    raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these steps.")
+    number = max(found) if step is None else step
+    if number not in found:
+        steps = ", ".join(map(str, found))
+        message = f"{run} has no checkpoint of step {step}; it has steps {steps}."
+        raise CheckpointError(message, "Pass one of these steps.")
+    return number, found[number]
 
 
 def free_run(parent: Path, stem: str, taken: Callable[[Path], bool] = Path.exists) -> Path:
@@ -135,7 +125,6 @@ def free_run(parent: Path, stem: str, taken: Callable[[Path], bool] = Path.exist
 def require_run(run: Path) -> Path:
     """Return ``run`` if it is a run folder, else raise ConfigError."""
     if not (run / CONFIG).is_file():
-        raise ConfigError(
-            f"{run} is not a run folder: {CONFIG} is missing.", "A run folder is made by: fullshard train RECIPE"
-        )
+        message = f"{run} is not a run folder: {CONFIG} is missing."
+        raise ConfigError(message, "A run folder is made by: fullshard train RECIPE")
     return run

@@ -1,7 +1,5 @@
 """Keys and verbs of other tools, answered with the names used here. The table, with its sources, is words.yaml."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -271,7 +271,7 @@ def test_one_line_a_mode():
         "tf32": "precision tf32: storage fp32 (frozen fp32), compute tf32, reduce fp32, optimizer fp32",
         "bf16": "precision bf16: storage fp32 (frozen bf16), compute bf16, reduce fp32, optimizer fp32",
         "fp16": "precision fp16: storage fp32 (frozen fp16), compute fp16, reduce fp32, optimizer fp32"
-        ", loss scale 65536 at first",
+        ", loss scale 4096 at first",
         "bf16_pure": "precision bf16_pure: storage bf16 (frozen bf16), compute bf16, reduce fp32, optimizer fp32"
         ", updates rounded stochastically",
     }

@@ -51,6 +51,6 @@ def test_main_job_on_two_ranks(tiny_model, tmp_path, monkeypatch, capfd):
     written = json.loads((result.run / "quickstart.json").read_text())
     english, chinese = written["held_out"]["English"], written["held_out"]["Chinese"]
     assert (len(english["answers"]), len(chinese["answers"])) == (44, 10)
-    assert english["loss_after"] < english["loss_before"]
+    assert english["loss"] < english["base"]["loss"]
     with pytest.raises(ConfigError, match="exists already"):
         run_quickstart(model=tiny_model, output="runs/quickstart")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from rank_pool import pool
 from safetensors.torch import load_file, save_file
@@ -69,11 +70,31 @@ def test_mixed_dtypes_with_lora(tmp_path):
     table = [line.split() for line in report if line.split()[0] in ("adapters", "matrices", "norms")]
     assert table == [
         ["matrices", "16", "bf16", "bf16", "bf16", "-", "frozen"],
-        ["adapters", "8", "-", "fp32", "fp32", "fp32", "yes"],
+        ["adapters", "8", "-", "fp32", "bf16", "fp32", "yes"],
         ["norms", "and", "biases", "5", "f32", "bf16", "bf16", "-", "frozen"],
     ]
-    assert computed == [("default", "torch.float32"), ("up_proj", "torch.bfloat16")]  # what the table says
+    assert computed == [("default", "torch.bfloat16"), ("up_proj", "torch.bfloat16")]  # what the table says
     assert sum(is_adapter(name) for name in facts) == 8 and len(facts) == 16 + 8 + 5
+
+
+def test_a_parameter_that_is_no_float_is_named(tmp_path):
+    """HO-7, last part: int8 in the files or in the model itself, fp8 in the model."""
+    from fullshard.errors import ConfigError, ModelError
+    from fullshard.model.load import WeightFiles, build_on_meta
+    from fullshard.model.weight_map import WeightMap
+    from fullshard.train.precision import set_storage
+
+    path = make_tokenizer(make_model(tmp_path / "base"))
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path / "model.safetensors", {"format": "pt"})
+    model = build_on_meta(str(path))
+    with pytest.raises(ModelError, match=f"{name} is stored as I8"):
+        WeightMap(model, WeightFiles(str(path)), str(path), ())
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        weight = torch.empty(32, 16, dtype=dtype, device="meta")
+        model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(ConfigError, match=f"Parameter {name} is {dtype}"):
+            set_storage(model, precision_of("bf16"))
 
 
 def register_k1_with_buffer() -> None:

@@ -33,7 +33,15 @@ found["bf16"], found["build"] = device.supports_bf16(), device.torch_build()
 group = ranks.start_ranks()
 found["set_before_the_group"] = torch_npu.RECORD["set"][:]
 found["device"] = str(group.device)
-device.use_exact_fp32()
+device.set_fast_fp32(False)
+found["switches_off"] = torch_npu.RECORD["set"][1:]
+device.set_fast_fp32(True)
+found["switches_on"] = torch_npu.RECORD["set"][3:]
+torch_npu.DeviceModule.is_bf16_supported = lambda self, including_emulation=False: False  # 910A: no HF32 either
+try:
+    device.set_fast_fp32(True)
+except device.ConfigError as error:
+    found["refused"] = error.message
 torch.manual_seed(5)
 found["backend"], found["host"] = dist.get_backend_config(), dist.get_backend_config(group.host)
 found["mesh"] = group.mesh.device_type
@@ -94,13 +102,13 @@ def test_hccl_carries_device_tensors_and_gloo_the_rest(on_npu):
 
 
 def test_numeric_switches(on_npu):
-    """HF32 off for matrices and convolutions (the second is on by default), private formats off before any tensor."""
+    """HF32 for matrices and convolutions, both set for on and for off (the second is on by default), refused where the
+    chip has none; private formats off before any tensor."""
     assert on_npu["set_before_the_group"] == [["config.allow_internal_format", False]]
-    assert sorted(on_npu["record"]["set"]) == [
-        ["config.allow_internal_format", False],
-        ["conv.allow_hf32", False],
-        ["matmul.allow_hf32", False],
-    ]
+    assert on_npu["switches_off"] == [["matmul.allow_hf32", False], ["conv.allow_hf32", False]]
+    assert on_npu["switches_on"] == [["matmul.allow_hf32", True], ["conv.allow_hf32", True]]
+    assert on_npu["refused"] == "train.precision=tf32: this npu has no TF32 or HF32 products."
+    assert len(on_npu["record"]["set"]) == 5
     assert ["manual_seed_all", 5] in on_npu["record"]["asked"]
     assert on_npu["unknown_switch"] == "refused"  # the stand-in is strict where torch_npu ignores a wrong name
 
@@ -160,6 +168,35 @@ def test_an_accelerator_without_bf16(tmp_path):
     machine = Machine("cuda", 10**10, Rates(10e12, 0.0, 1), 31e9)
     recipe = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "train": {"global_batch": "4 rows"}, "output": "o"}
     assert choose_precision(config_from_dict(recipe), machine) == "fp32"
-    recipe["train"]["precision"] = "bf16"
-    with pytest.raises(ConfigError, match="no bf16"):
-        choose_precision(config_from_dict(recipe), machine)
+    for precision in ("bf16", "bf16_pure"):
+        recipe["train"]["precision"] = precision
+        with pytest.raises(ConfigError, match=f"{precision}: this accelerator has no bf16"):
+            choose_precision(config_from_dict(recipe), machine)
+    recipe["train"]["precision"] = "fp16"
+    assert choose_precision(config_from_dict(recipe), machine) == "fp16"
+
+
+@pytest.mark.parametrize(("kind", "has_tf32"), [("cpu", False), ("cuda", False), ("cuda", True)])
+def test_tf32_is_set_where_the_chip_has_it_and_refused_elsewhere(monkeypatch, kind, has_tf32):
+    """CPUs, V100 and T4 have none: refused before anything runs, by plan and by train. Off means off."""
+    import torch
+
+    from fullshard.config import config_from_dict
+
+    monkeypatch.setattr("fullshard.device.device_kind", lambda: kind)
+    monkeypatch.setattr("torch.cuda.is_tf32_supported", lambda: has_tf32)
+    recipe = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "train": {"precision": "tf32"}, "output": "o"}
+    config, machine = config_from_dict(recipe), Machine(kind, 10**10, Rates(10e12, 80e12, 1), 31e9)
+    device.set_fast_fp32(False)
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    if has_tf32:
+        device.set_fast_fp32(True)
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+        assert choose_precision(config, machine) == "tf32"
+        device.set_fast_fp32(False)
+    else:
+        for refused in (lambda: device.set_fast_fp32(True), lambda: choose_precision(config, machine)):
+            with pytest.raises(ConfigError, match=f"this {kind} has no TF32"):
+                refused()
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -14,12 +14,13 @@ Only trained tensors are stored: everything for full fine-tuning, the adapters f
 Tensor kinds: ``weight`` (fp32 master), ``exp_avg``, ``exp_avg_sq`` (AdamW moments, fp32).
 """
 
-from __future__ import annotations
-
 import hashlib
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from fullshard.errors import CheckpointError
 from fullshard.run_folder import read_json
@@ -27,7 +28,6 @@ from fullshard.run_folder import read_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 PROOF = "proof.safetensors"
-HASH_BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -50,76 +50,67 @@ class StoredTensor:
     dtype: str  # safetensors' name: F32, BF16, ...
     pieces: tuple[Piece, ...]
 
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of the full tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What the manifest says of one file."""
+
+    bytes: int
+    blake2b: str  # hexadecimal
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint says about itself."""
+    """All that a checkpoint says about itself. Raises CheckpointError unless its pieces cover each tensor once."""
 
     step: int
     method: str  # full | lora
     base_model: str  # absolute path of the base model's folder
     tensors: tuple[StoredTensor, ...]
-    files: dict[str, dict[str, Any]]  # name -> {"bytes": int, "blake2b": hex}
+    files: dict[str, FileFacts]
     trainer: dict[str, Any] = field(default_factory=dict)  # step, tokens seen, adapter settings, ...
 
-    def tensor(self, name: str, kind: str = "weight") -> StoredTensor:
-        """The stored tensor of that name and kind. Raises CheckpointError where it is missing."""
+    def __post_init__(self) -> None:
         for stored in self.tensors:
-            if stored.name == name and stored.kind == kind:
-                return stored
-        raise CheckpointError(f"The checkpoint of step {self.step} has no {kind} of {name}.", "fullshard verify RUN")
+            place, position = f"{stored.kind} of {stored.name}", 0
+            for piece in stored.pieces:
+                if piece.start != position or piece.stop < piece.start:
+                    message = f"{place}: a piece starts at {piece.start}, expected {position}."
+                    raise CheckpointError(message, "Use another step.")
+                position = piece.stop
+            if position != (size := math.prod(stored.shape)):
+                raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value; ``manifest_from_json`` is its inverse."""
+        """A JSON value, as ``read_manifest`` reads it."""
         return {"format": FORMAT, **asdict(self)}
 
 
-def manifest_from_json(value: dict[str, Any]) -> Manifest:
-    """Rebuild a Manifest. Raises CheckpointError for another format version."""
-    if value.get("format") != FORMAT:
-        raise CheckpointError(
-            f"Checkpoint format {value.get('format')!r}; this version reads format {FORMAT}.", "Update fullshard."
-        )
-    tensors = tuple(
-        StoredTensor(
-            item["name"], item["kind"], tuple(item["shape"]), item["dtype"], tuple(Piece(**p) for p in item["pieces"])
-        )
-        for item in value["tensors"]
-    )
-    return Manifest(
-        value["step"], value["method"], value["base_model"], tensors, value["files"], value.get("trainer", {})
-    )
-
-
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a checkpoint's manifest: pieces must cover each tensor without overlap, files must be there."""
+    """Read and check a checkpoint's manifest: pieces must cover each tensor without overlap, files must be there.
+
+    CheckpointError where they do not, where it is damaged, and for another format version.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
+    values = read_json(path)
+    if values.get("format") != FORMAT:
+        message = f"Checkpoint format {values.get('format')!r}; this version reads format {FORMAT}."
+        raise CheckpointError(message, "Update fullshard.")
     try:
-        manifest = manifest_from_json(read_json(path))
-        sizes = {name: int(facts["bytes"]) for name, facts in manifest.files.items()}
-    except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.", "Use another step.") from None
-    for name, size in sizes.items():
+        manifest = TypeAdapter(Manifest).validate_python(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        message = f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}."
+        raise CheckpointError(message, "Use another step.") from None
+    for name, facts in manifest.files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                f"{file} is damaged: {file.stat().st_size} bytes, the manifest says {size}.",
-                "Use another step.",
-            )
-    for stored in manifest.tensors:
-        check_cover(stored)
+        if (size := file.stat().st_size) != facts.bytes:
+            message = f"{file} is damaged: {size} bytes, the manifest says {facts.bytes}."
+            raise CheckpointError(message, "Use another step.")
     return manifest
 
 
@@ -127,40 +118,13 @@ def verify_checkpoint(folder: Path) -> Manifest:
     """Read the manifest and hash every file. CheckpointError names the first bad one."""
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
-        found = hash_file(folder / name)
-        if found != facts["blake2b"]:
-            raise CheckpointError(
-                f"{folder / name} is damaged: its hash is {found}, the manifest says {facts['blake2b']}.",
-                "Use another step: fullshard resume RUN --step N",
-            )
+        if (found := hash_file(folder / name)) != facts.blake2b:
+            message = f"{folder / name} is damaged: its hash is {found}, the manifest says {facts.blake2b}."
+            raise CheckpointError(message, "Use another step: fullshard resume RUN --step N")
     return manifest
-
-
-def check_cover(stored: StoredTensor) -> None:
-    """Raise CheckpointError unless the pieces cover [0, number of elements) exactly once."""
-    position = 0
-    for piece in stored.pieces:
-        if piece.start != position or piece.stop < piece.start:
-            raise CheckpointError(
-                f"{stored.kind} of {stored.name}: a piece starts at {piece.start}, expected {position}.",
-                "Use another step.",
-            )
-        position = piece.stop
-    if position != stored.num_elements:
-        raise CheckpointError(
-            f"{stored.kind} of {stored.name}: pieces end at {position} of {stored.num_elements}.", "Use another step."
-        )
-
-
-def overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
-    """The part of [start, stop) that ``piece`` holds, in full-tensor positions; empty when the first is not smaller."""
-    return max(piece.start, start), min(piece.stop, stop)
 
 
 def hash_file(path: Path) -> str:
     """BLAKE2b (128 bit) of a file, hexadecimal, read in blocks."""
-    digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,14 +1,12 @@
 """Loading: each rank reads the ranges it holds, whatever wrote them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fullshard.checkpoint.format import Manifest, overlap, read_manifest
+from fullshard.checkpoint.format import Manifest, read_manifest
 from fullshard.errors import CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.shard import ShardedModel
@@ -26,19 +24,20 @@ class RangeReader:
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
-        stored = self._stored.get((name, kind)) or self.manifest.tensor(name, kind)
-        stop = stored.num_elements if stop is None else stop
+        stored = self._stored.get((name, kind))
+        if stored is None:
+            message = f"The checkpoint of step {self.manifest.step} has no {kind} of {name}."
+            raise CheckpointError(message, "fullshard verify RUN")
         parts = []
         for piece in stored.pieces:
-            low, high = overlap(piece, start, stop)
+            low, high = max(piece.start, start), piece.stop if stop is None else min(piece.stop, stop)
             if low < high:
                 values = self.open_file(piece.file).get_slice(piece.key)
-                if values.get_shape() != [piece.stop - piece.start]:
-                    raise CheckpointError(
-                        f"{self.folder / piece.file}: {piece.key} has shape {values.get_shape()}, the manifest says"
-                        f" [{piece.stop - piece.start}].",
-                        "Use another step.",
-                    )
+                found, size = values.get_shape(), piece.stop - piece.start
+                if found != [size]:
+                    place = f"{self.folder / piece.file}: {piece.key}"
+                    message = f"{place} has shape {found}, the manifest says [{size}]."
+                    raise CheckpointError(message, "Use another step.")
                 parts.append(values[low - piece.start : high - piece.start])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 

@@ -1,9 +1,7 @@
 """Saving: every rank writes its own ranges; the folder gets its name only when it is whole."""
 
-from __future__ import annotations
-
-import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, check_cover, hash_file
+from fullshard.checkpoint.format import MANIFEST, PROOF, FileFacts, Manifest, Piece, StoredTensor, hash_file
 from fullshard.errors import Blame, CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
-from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_folder, write_json
+from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
 from fullshard.shard import ShardedModel
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -54,20 +52,16 @@ def save_checkpoint(
         with written:
             save_file(content, temporary / name)
             _check_written(temporary / name, content)
-            files[name] = _settle(temporary / name)
+            sync_path(temporary / name)
+            files[name] = FileFacts((temporary / name).stat().st_size, hash_file(temporary / name))
     gathered = ranks.gather_objects((described, files))
     if ranks.is_first:
-        manifest = Manifest(
-            step,
-            facts["method"],
-            facts["base_model"],
-            _join([described for described, _ in gathered]),
-            {name: value for _, files in gathered for name, value in files.items()},
-            facts["trainer"],
-        )
+        stored = _join([part for parts, _ in gathered for part in parts])
+        all_files = {name: value for _, files in gathered for name, value in files.items()}
+        manifest = Manifest(step, facts["method"], facts["base_model"], stored, all_files, facts["trainer"])
         with written:
             write_json(temporary / MANIFEST, manifest.to_json())
-            sync_folder(temporary)
+            sync_path(temporary)
         publish_folder(temporary, final)
         for _, path in list_checkpoints(run)[:-keep_last]:
             shutil.rmtree(path)
@@ -76,9 +70,9 @@ def save_checkpoint(
 
 
 def _local_ranges(
-    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, part: str
-) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, tuple[int, ...], str, Piece]]]:
-    """This rank's tensors by key, and (name, kind, shape, dtype, piece) of each. Replicated ones: rank 0 only."""
+    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, file: str
+) -> tuple[dict[str, torch.Tensor], list[StoredTensor]]:
+    """This rank's tensors by key, and what they are, each of one piece. Replicated ones: rank 0 only."""
     tensors: dict[str, torch.Tensor] = {}
     described = []
     for shard in sharded.shards():
@@ -92,22 +86,18 @@ def _local_ranges(
         for kind, value in kinds.items():
             key = f"{kind}/{name}"
             tensors[key] = value.to("cpu").contiguous()
-            piece = Piece(part, key, shard.start, shard.stop)
-            described.append((name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], piece))
+            piece = Piece(file, key, shard.start, shard.stop)
+            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
     return tensors, described
 
 
-def _join(described: list[list[tuple[str, str, tuple[int, ...], str, Piece]]]) -> tuple[StoredTensor, ...]:
-    pieces: dict[tuple[str, str, tuple[int, ...], str], list[Piece]] = {}
-    for rank_pieces in described:
-        for name, kind, shape, dtype, piece in rank_pieces:
-            pieces.setdefault((name, kind, tuple(shape), dtype), []).append(piece)
-    joined = []
-    for (name, kind, shape, dtype), parts in pieces.items():
-        stored = StoredTensor(name, kind, shape, dtype, tuple(sorted(parts, key=lambda piece: piece.start)))
-        check_cover(stored)
-        joined.append(stored)
-    return tuple(joined)
+def _join(parts: list[StoredTensor]) -> tuple[StoredTensor, ...]:
+    """The whole tensors that the ranks' pieces make."""
+    joined: dict[tuple[str, str], StoredTensor] = {}
+    for part in sorted(parts, key=lambda part: part.pieces[0].start):
+        before = joined.get((part.name, part.kind))
+        joined[part.name, part.kind] = replace(part, pieces=before.pieces + part.pieces) if before else part
+    return tuple(joined.values())
 
 
 def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -116,10 +106,3 @@ def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if found != {name: tuple(value.shape) for name, value in tensors.items()}:
         raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
-
-
-def _settle(path: Path) -> dict[str, Any]:
-    """fsync a file and return its manifest entry."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}

@@ -1,8 +1,7 @@
 """A conversation in the terminal: answers appear word by word; works with a keyboard and with piped lines."""
 
-from __future__ import annotations
-
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,13 +11,7 @@ from rich.markup import escape
 from transformers import TextStreamer
 
 from fullshard.errors import UserError
-from fullshard.infer.generate import (
-    Answerer,
-    check_length,
-    generation_settings,
-    load_for_inference,
-    prompt_tokens,
-)
+from fullshard.infer.generate import Answerer, check_length, generation_settings, load_for_inference, prompt_tokens
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
@@ -64,33 +57,30 @@ def start_chat(
     else:
         prompt_tokens(answerer, "", system)  # refuses a system message
         console.print(f"[dim]no chat template: every line is completed by itself; {HELP}[/dim]")
+    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     messages: list[dict[str, str]] = []
     num_answers = 0
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         while (line := _read_line(reader, writer)) is not None:
-            match line.strip():
-                case "":
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                break
+            if text == "/reset":
+                messages.clear()
+                console.print("[dim]the conversation starts anew[/dim]")
+            elif text.startswith("/") and " " not in text:
+                console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
+            elif text:
+                messages.append({"role": "user", "content": text})
+                try:
+                    answer = _answer(answerer, messages, system, settings, writer)
+                except UserError as error:
+                    messages.pop()
+                    console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
                     continue
-                case "/exit" | "/quit":
-                    break
-                case "/reset":
-                    messages.clear()
-                    console.print("[dim]the conversation starts anew[/dim]")
-                    continue
-                case text if text.startswith("/") and " " not in text:
-                    console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
-                    continue
-                case text:
-                    messages.append({"role": "user", "content": text})
-            try:
-                answer = _answer(answerer, messages, system, max_new_tokens, temperature, top_p, writer)
-            except UserError as error:
-                messages.pop()
-                console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
-                continue
-            messages.append({"role": "assistant", "content": answer})
-            num_answers += 1
+                messages.append({"role": "assistant", "content": answer})
+                num_answers += 1
     return num_answers
 
 
@@ -105,35 +95,25 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
     return reader.readline() or None
 
 
-def _answer(
-    answerer: Answerer,
-    messages: list[dict[str, str]],
-    system: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    writer: TextIO,
-) -> str:
-    """Stream one answer to the last message; what was said until then where Ctrl-C stops it."""
+def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
+    """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
     prompt = messages if answerer.has_template else messages[-1]["content"]
     ids = prompt_tokens(answerer, prompt, system)
+    settings = copy(settings)
     if answerer.max_positions is not None:
-        max_new_tokens = min(max_new_tokens, max(1, answerer.max_positions - len(ids)))
-    check_length(answerer, len(ids), max_new_tokens, "The conversation")
-    streamer = ConsoleStreamer(answerer.tokenizer, writer)
+        settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))
+    most = settings.max_new_tokens
+    check_length(answerer, len(ids), most, "The conversation")
+    streamer = ConsoleStreamer(answerer.tokenizer, out)
     input_ids = torch.tensor([ids], device=answerer.model.device)
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "streamer": streamer}
     try:
         with torch.inference_mode():
-            output = answerer.model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
-                streamer=streamer,
-            )
-        if output.shape[1] - len(ids) == max_new_tokens and output[0, -1].item() not in answerer.stop_ids:
-            writer.write(f" [cut after {max_new_tokens} tokens]")
+            output = answerer.model.generate(**inputs, generation_config=settings)
+        if output.shape[1] - len(ids) == most and output[0, -1].item() not in answerer.stop_ids:
+            out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:
-        writer.write(" [stopped]")
-    writer.write("\n")
-    writer.flush()
+        out.write(" [stopped]")
+    out.write("\n")
+    out.flush()
     return streamer.text

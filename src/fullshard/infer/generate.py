@@ -4,8 +4,6 @@ Prompts are padded on the left by us, whatever the tokenizer's file says, and pa
 token may equal the stop token. Shapes: B prompts of a batch, S tokens of the longest prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from fullshard.data.chat import Message, Renderer, choose_pad_id
 from fullshard.device import select_device
@@ -42,6 +41,12 @@ class Answerer:
         return bool(self.tokenizer.chat_template)
 
     @cached_property
+    def pad_id(self) -> int:
+        """An id that the model's table has; which one does not matter, since pads are masked by place."""
+        pad_id = choose_pad_id(self.tokenizer)
+        return pad_id if pad_id < self.model.get_input_embeddings().weight.shape[0] else 0
+
+    @cached_property
     def renderer(self) -> Renderer:
         """Makes the ids of prompts, as training does."""
         return Renderer(self.tokenizer, "all", self.template_arguments)
@@ -57,21 +62,13 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     folder = fetch_model(model)
     device = select_device(0)
     loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    answerer = answerer_of(loaded.to(device), tokenizer, stop_ids(folder))
-    if template_arguments is None:
-        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments")
-    return load_for_inference(answerer, template_arguments)
-
-
-def answerer_of(model: Any, tokenizer: Any, ids: Sequence[int] = ()) -> Answerer:
-    """Wrap a model that is already loaded; ``ids`` end an answer (default: the tokenizer's end token)."""
-    from transformers import GenerationConfig
-
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
-    model.generation_config = GenerationConfig()
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    return Answerer(model.eval(), tokenizer, tuple(ids) or tuple(union_of_ids(tokenizer.eos_token_id)), limit)
+    loaded.generation_config = GenerationConfig()
+    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
+    if template_arguments is None:
+        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments") or {}
+    return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
 
 
 def generate_text(
@@ -114,10 +111,8 @@ def prompt_tokens(
             messages.insert(0, {"role": "system", "content": system})
         return answerer.renderer.prompt(messages, tools)
     if system is not None or not isinstance(prompt, str):
-        raise ConfigError(
-            "This model has no chat template, so it takes plain text only, without a system message or roles.",
-            "Pass the prompt as one string.",
-        )
+        message = "This model has no chat template, so it takes plain text only, without a system message or roles."
+        raise ConfigError(message, "Pass the prompt as one string.")
     return answerer.renderer.prompt(prompt)
 
 
@@ -132,23 +127,23 @@ def generate_ids(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id."""
-    _check_settings(max_new_tokens, temperature, batch_size, top_p)
+    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")
     for number, ids in enumerate(prompt_ids, 1):
         check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
     by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
-    answers: list[list[int]] = [[] for _ in prompt_ids]
+    answers: dict[int, list[int]] = {}
     device = answerer.model.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            made = _generate_batch(answerer, batch, max_new_tokens, temperature, top_p)
-            for index, answer in zip(chosen, made, strict=True):
-                answers[index] = answer
+            answers |= zip(chosen, _generate_batch(answerer, batch, settings), strict=True)
             if progress:
-                progress(min(start + batch_size, len(by_length)), len(by_length))
-    return answers
+                progress(len(answers), len(by_length))
+    return [answers[index] for index in range(len(prompt_ids))]
 
 
 def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str = "The prompt") -> None:
@@ -159,59 +154,31 @@ def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int
     if limit is not None and num_prompt_tokens + max_new_tokens > limit:
         room = limit - num_prompt_tokens
         hint = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
-        raise ConfigError(
-            f"{name} has {num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is "
-            f"{num_prompt_tokens + max_new_tokens}, but the model has {limit} positions.",
-            hint,
-        )
+        length = f"{num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is {limit - room + max_new_tokens}"
+        raise ConfigError(f"{name} has {length}, but the model has {limit} positions.", hint)
 
 
-def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> Any:
-    """The transformers GenerationConfig of one call; nothing else steers ``generate``."""
-    from transformers import GenerationConfig
-
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(answerer.stop_ids) or None,
-        pad_token_id=_pad_id(answerer),
-        **sampling,
-    )
-
-
-def _pad_id(answerer: Answerer) -> int:
-    """An id that the model's table has; which one does not matter, since pads are masked by place."""
-    pad_id = choose_pad_id(answerer.tokenizer)
-    return pad_id if pad_id < answerer.model.get_input_embeddings().weight.shape[0] else 0
-
-
-@torch.inference_mode()
-def _generate_batch(
-    answerer: Answerer, batch: list[Sequence[int]], max_new_tokens: int, temperature: float, top_p: float
-) -> list[list[int]]:
-    longest = max(len(ids) for ids in batch)
-    input_ids_BS = torch.full((len(batch), longest), _pad_id(answerer))
-    attention_mask_BS = torch.zeros(len(batch), longest, dtype=torch.int64)
-    for row, ids in enumerate(batch):
-        input_ids_BS[row, longest - len(ids) :] = torch.tensor(list(ids))
-        attention_mask_BS[row, longest - len(ids) :] = 1
-    device = answerer.model.device
-    output = answerer.model.generate(
-        input_ids=input_ids_BS.to(device),
-        attention_mask=attention_mask_BS.to(device),
-        generation_config=generation_settings(answerer, max_new_tokens, temperature, top_p),
-    )
-    return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]
-
-
-def _check_settings(max_new_tokens: int, temperature: float, batch_size: int, top_p: float) -> None:
+def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
+    """What steers ``generate``, and nothing else does. ConfigError for settings that do not fit."""
     problems = [
         (max_new_tokens < 1, f"max_new_tokens must be at least 1; it is {max_new_tokens}."),
         (not 0 <= temperature <= 100, f"temperature must be 0 (greedy) or above; it is {temperature}."),
-        (batch_size < 1, f"batch_size must be at least 1; it is {batch_size}."),
         (not 0 < top_p <= 1, f"top_p must be above 0 and at most 1; it is {top_p}."),
         (top_p != 1 and temperature == 0, f"top_p {top_p} has no effect at temperature 0."),
     ]
     for is_wrong, message in problems:
         if is_wrong:
             raise ConfigError(message, "Greedy: temperature 0 and top_p 1. Sampling: for example temperature 0.7.")
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
+    return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)
+
+
+@torch.inference_mode()
+def _generate_batch(answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig) -> list[list[int]]:
+    longest, device = max(map(len, batch)), answerer.model.device
+    rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
+    masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
+    inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
+    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings)
+    return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]

@@ -4,8 +4,6 @@ Transformers refuses to save some generation configs that it reads without a wor
 ``check_generation_config(folder)`` is for the start of a run; the merge writes what ``mended`` returns.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,14 +28,12 @@ def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """The model folder's generation config as a dict; empty where it has none."""
-    path = folder / GENERATION_CONFIG
-    return read_json(path) if path.is_file() else {}
+    return read_json(folder / GENERATION_CONFIG, optional=True)
 
 
 def read_merge_facts(folder: Path) -> dict[str, Any]:
     """What our merge wrote about this folder; empty for any other model."""
-    path = folder / MERGE_FACTS
-    return read_json(path) if path.is_file() else {}
+    return read_json(folder / MERGE_FACTS, optional=True)
 
 
 def stop_ids(folder: Path) -> list[int]:
@@ -56,22 +52,17 @@ def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Greedy configs lose their sampling settings, which had no effect; what still is refused is reduced to its token ids.
     """
-    problem = _problem(values)
-    if problem is None:
-        return dict(values), []
     result, notes = dict(values), []
-    idle = () if result.get("do_sample") else SAMPLING_ONLY
-    idle += () if (result.get("num_beams") or 1) > 1 else BEAMS_ONLY
-    for key in idle:
+    if _problem(values) is None:
+        return result, notes
+    idle = dict.fromkeys(() if result.get("do_sample") else SAMPLING_ONLY, "greedy, do_sample is off")
+    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else BEAMS_ONLY, "one beam")
+    for key, kind in idle.items():
         alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
         if key in result and _problem(alone):
-            kind = "greedy, do_sample is off" if key in SAMPLING_ONLY else "one beam"
-            value = result.pop(key)
-            notes.append(
-                f"generation config: {key} {value} has no effect ({kind}) and transformers refuses to save it; removed"
-            )
-    problem = _problem(result)
-    if problem is not None:
+            without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
+            notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
+    if (problem := _problem(result)) is not None:
         dropped = [key for key in result if key not in TOKEN_KEYS]
         result = {key: result[key] for key in TOKEN_KEYS if key in result}
         notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")

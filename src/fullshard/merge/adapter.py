@@ -4,9 +4,7 @@ Shapes as in model/adapters.py. DoRA's result is m * V / |V| with V = W + scale 
 output reads. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +13,8 @@ from fullshard.merge.names import ModelNames
 from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.model.adapters import AdapterPlace
 from fullshard.model.names import PEFT_PREFIX
+
+ASK_BASE = "Is this the base that the run was trained on?"
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,10 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     for name in found:
         shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
         if expected is None:
-            raise MergeError(
-                f"{name} does not fit the base model: with the checkpoint's settings it has no such adapter tensor.",
-                "Is this the base that the run was trained on?",
-            )
+            message = f"{name} does not fit the base model: with the checkpoint's settings it has no such adapter."
+            raise MergeError(message, ASK_BASE)
         if shape != expected:
-            message = f"{name} has shape {shape}; rank {rank} on this base needs {expected}."
-            raise MergeError(message, "Is this the base that the run was trained on?")
+            raise MergeError(f"{name} has shape {shape}; rank {rank} on this base needs {expected}.", ASK_BASE)
     absent = [name for name in names.adapter_shapes if name not in checkpoint.weights]
     if absent:
         module = absent[0].partition(".lora_")[0]
@@ -83,20 +80,16 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     adapters, num_moved = {}, 0
     for module, place in names.places.items():
         if names.is_tied(place.parameter):
-            raise MergeError(
-                f"{module} adapts {place.parameter.removesuffix('.weight')}, whose weight the embedding and the head"
-                " share; folding would change both.",
-                "Train again without this target.",
-            )
+            adapted = f"{module} adapts {place.parameter.removesuffix('.weight')}"
+            message = f"{adapted}, whose weight the embedding and the head share; folding would change both."
+            raise MergeError(message, "Train again without this target.")
         adapter, moved = _read_one(module, place, checkpoint, names)
         num_moved += moved
         adapters[names.canonical[place.parameter]] = adapter
     if not num_moved:
-        raise MergeError(
-            f"The adapter never moved: all {len(adapters)} B matrices of step {checkpoint.manifest.step} are zero, so "
-            "the result would be the base model.",
-            "Look at the loss and the learning rate in metrics.jsonl, then train again.",
-        )
+        zero = f"all {len(adapters)} B matrices of step {checkpoint.manifest.step} are zero"
+        message = f"The adapter never moved: {zero}, so the result would be the base model."
+        raise MergeError(message, "Look at the loss and the learning rate in metrics.jsonl, then train again.")
     return AdapterSet(adapters, num_moved)
 
 
@@ -106,17 +99,17 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names
     down, up = (checkpoint.whole(f"{module}.lora_{suffix}").float() for suffix in suffixes)
     moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
     if place.layout in ("experts", "experts_in_out"):
-        experts = names.shapes[place.parameter][0]
+        experts = names.weights.shape(place.parameter)[0]
         down = down.reshape(experts, -1, down.shape[-1])  # (experts, rank, in)
         up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
-    if place.layout in ("linear", "experts"):
-        left, right = up, down
-    else:
+    left, right = up, down
+    if place.layout not in ("linear", "experts"):
         left, right = down.transpose(-2, -1), up.transpose(-2, -1)
+    adapter = Adapter(left, right, place.scale)
     if not place.has_magnitude:
-        return Adapter(left, right, place.scale), moved
+        return adapter, moved
     magnitude = checkpoint.whole(f"{module}.lora_magnitude_vector").float()
-    whole = Adapter(left, right, place.scale).fold(names.weights.read_whole(place.parameter), 0)
+    whole = adapter.fold(names.weights.read_whole(place.parameter), 0)
     if place.layout == "conv1d":
-        return Adapter(left, right, place.scale, column_factor=magnitude / whole.norm(dim=0)), moved
-    return Adapter(left, right, place.scale, row_factor=(magnitude / whole.norm(dim=1))[:, None]), moved
+        return replace(adapter, column_factor=magnitude / whole.norm(dim=0)), moved
+    return replace(adapter, row_factor=(magnitude / whole.norm(dim=1))[:, None]), moved

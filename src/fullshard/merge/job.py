@@ -1,7 +1,5 @@
 """The merge: run folder -> an ordinary Hugging Face folder, proven before it is published."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fullshard import run_folder
 from fullshard.checkpoint.format import hash_file, verify_checkpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
@@ -23,18 +22,8 @@ from fullshard.merge.outputs import ExactWeights, plan_outputs
 from fullshard.merge.proof import Comparison, Proof, prove
 from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
-from fullshard.merge.writer import SHARD_BYTES, OutputTensor, write_weights
-from fullshard.run_folder import (
-    CONFIG,
-    DATA,
-    MERGED,
-    PLAN,
-    newest_checkpoint,
-    publish_folder,
-    read_json,
-    require_run,
-    write_json,
-)
+from fullshard.merge.writer import SHARD_BYTES, dtype_name, write_weights
+from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, require_run, sync_path, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,10 +45,6 @@ class MergeResult:
     def to_text(self) -> str:
         """The lines to print: adapters that moved, what had to be changed, the proof, the folder."""
         return "\n".join(self.lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self) | {"folder": str(self.folder)}
 
 
 def merge_run(
@@ -83,17 +68,16 @@ def merge_run(
         raise MergeError(f"dtype {dtype!r} is unknown.", f"One of: {', '.join(DTYPES)}")
     run = require_run(Path(run))
     step, folder = newest_checkpoint(run, step)
-    output = Path(output) if output is not None else run / MERGED
+    output = Path(output) if output is not None else run / run_folder.MERGED
     checkpoint = OwnCheckpoint(folder)
-    base = Path(checkpoint.manifest.base_model)
+    manifest, trainer = checkpoint.manifest, checkpoint.manifest.trainer
+    base, is_lora = Path(manifest.base_model), manifest.method == "lora"
     _check_output(output, base, overwrite)
     if not base.is_dir():
         raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
     tokens, logits = checkpoint.proof()
     say("checking the checkpoint")
-    input_hashes = {name: facts["blake2b"] for name, facts in verify_checkpoint(folder).files.items()}
-    trainer = checkpoint.manifest.trainer
-    is_lora = checkpoint.manifest.method == "lora"
+    verify_checkpoint(folder)
     if is_lora and not trainer.get("adapter"):
         raise MergeError(f"{checkpoint.folder} names no adapter settings (rank, alpha).", "Use another step.")
     added = trainer.get("add_tokens", [])
@@ -102,7 +86,8 @@ def merge_run(
     adapters = read_adapters(checkpoint, names) if is_lora else None
     exact = ExactWeights(names, checkpoint, adapters)
     outputs = plan_outputs(names, exact, DTYPES[dtype] if dtype else None)
-    with _published(output, sum(tensor.num_bytes for tensor in outputs)) as unfinished:
+    num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), dtype_name(main_dtype(outputs))
+    with _published(output, num_bytes) as unfinished:
         say("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
         copied = copy_tokenizer_files(base, unfinished)
@@ -110,80 +95,45 @@ def merge_run(
             for key in ("is_local", "local_files_only"):  # how it was read here is no fact of the tokenizer
                 tokenizer.init_kwargs.pop(key, None)
             tokenizer.save_pretrained(unfinished)
-        notes = write_configs(base, unfinished, main_dtype(outputs), _trained_stop_ids(run), names.vocabulary_size)
+        trained_ids = read_json(run / run_folder.DATA, optional=True).get("stop_ids", ())
+        notes = write_configs(base, unfinished, stored_dtype, trained_ids, names.vocabulary_size)
         say("proving")
-        proof = prove(unfinished, outputs, names, exact, tokens, logits, _compute_dtype(run, checkpoint))
+        plan = read_json(run / run_folder.PLAN, optional=True)
+        precision = trainer.get("precision") or plan.get("precision") or "fp32"  # in which training computed
+        proof = prove(unfinished, outputs, names, exact, tokens, logits, precision)
         notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in proof.ignored_names]
         if not any(name.startswith("tokenizer") for name in copied):
             notes.append("the base has no tokenizer files; none copied")
-        facts = {
-            "name": output.name if output.name != MERGED else run.resolve().name,
-            "method": checkpoint.manifest.method,
-            "step": str(step),
-            "dtype": _dtype_name(main_dtype(outputs)),
-            "proof": proof.stored.line,
-        }
-        write_card(base, unfinished, facts)
-        record = _record(run, checkpoint, base, proof, adapters, input_hashes)
-        record |= {"dtype": facts["dtype"], "notes": notes, "settings": _data_settings(run)}
+        name = run.resolve().name if output.name == run_folder.MERGED else output.name
+        write_card(base, unfinished, name, manifest, stored_dtype, proof.stored.line)
+        record = _record(run, checkpoint, base, proof, adapters) | {"dtype": stored_dtype, "notes": notes}
         record["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, record)
-    lines = [adapters.line] if adapters else []
-    lines += [*notes, proof.stored.line, _published_line(output, outputs)]
-    return MergeResult(
-        folder=output,
-        step=step,
-        line=proof.stored.line,
-        lines=tuple(lines),
-        proof=proof.stored,
-        seconds=time.monotonic() - started,
-    )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _published_line(output: Path, outputs: list[OutputTensor]) -> str:
-    size = sum(tensor.num_bytes for tensor in outputs)
-    return f"merged: {output} ({len(outputs)} tensors, {size / 1e6:,.1f} MB, {_dtype_name(main_dtype(outputs))})"
+    published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
+    lines = (*([adapters.line] if adapters else []), *notes, proof.stored.line, published)
+    return MergeResult(output, step, proof.stored.line, lines, proof.stored, time.monotonic() - started)
 
 
 def _record(
-    run: Path, checkpoint: OwnCheckpoint, base: Path, proof: Proof, adapters: AdapterSet | None, hashes: dict[str, str]
+    run: Path, checkpoint: OwnCheckpoint, base: Path, proof: Proof, adapters: AdapterSet | None
 ) -> dict[str, Any]:
-    """What merge.json says of inputs and proof."""
-    manifest = checkpoint.manifest
+    """What merge.json says of inputs and proof, and how the run read its rows: answers and eval read them the same."""
+    manifest, data = checkpoint.manifest, read_json(run / run_folder.CONFIG).get("data") or {}
+    settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
     return {
         "run": str(run.resolve()),
         "step": manifest.step,
         "method": manifest.method,
         "base_model": str(base),
         "base_name": base_name(base),
-        "checkpoint_blake2b": hashes,
+        "checkpoint_blake2b": {name: facts.blake2b for name, facts in manifest.files.items()},
         "base_blake2b": {path.name: hash_file(path) for path in sorted(base.glob("*.safetensors"))},
         "adapters": len(adapters.by_parameter) if adapters else None,
         "adapters_moved": adapters.num_moved if adapters else None,
-        "proof": proof.stored.to_json(),
-        "proof_unrounded": proof.unrounded.to_json(),
+        "proof": asdict(proof.stored),
+        "proof_unrounded": asdict(proof.unrounded),
+        "settings": {name: data[name] for name in settings if data.get(name) is not None},
     }
-
-
-def _compute_dtype(run: Path, checkpoint: OwnCheckpoint) -> str:
-    """The dtype in which training computed: the checkpoint's own word, else the plan's; fp32 where neither says."""
-    plan = read_json(run / PLAN) if (run / PLAN).is_file() else {}
-    return checkpoint.manifest.trainer.get("precision") or plan.get("precision") or "fp32"
-
-
-def _trained_stop_ids(run: Path) -> list[int]:
-    return list(read_json(run / DATA).get("stop_ids", ())) if (run / DATA).is_file() else []
-
-
-def _data_settings(run: Path) -> dict[str, Any]:
-    """How the run read its rows, so that ``eval`` and answers read them the same way."""
-    data = read_json(run / CONFIG).get("data") or {}
-    names = ("columns", "system", "template_arguments", "loss_on", "max_length")
-    return {name: data[name] for name in names if data.get(name) is not None}
 
 
 def _check_output(output: Path, base: Path, overwrite: bool) -> None:
@@ -206,29 +156,16 @@ def _published(output: Path, num_bytes: int) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-    except OSError as error:
-        raise MergeError(f"{output} cannot be written: {error.strerror}.", "Choose another with --output.") from None
-    try:
         free = shutil.disk_usage(unfinished).free
         if free < num_bytes:
-            raise MergeError(
-                f"The merged model needs {num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free.",
-                "Choose a folder on another disk with --output.",
-            )
+            room = f"{output.parent} has {free / 1e9:.2f} GB free"
+            message = f"The merged model needs {num_bytes / 1e9:.2f} GB; {room}."
+            raise MergeError(message, "Choose a folder on another disk with --output.")
         yield unfinished
-        _sync(unfinished)
+        for path in [*unfinished.rglob("*"), unfinished]:
+            sync_path(path)
         publish_folder(unfinished, output)
     except OSError as error:
         raise MergeError(f"{output} cannot be written: {error}.", "Choose another with --output.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Force every file of ``folder``, and the folders themselves, to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

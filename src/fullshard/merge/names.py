@@ -3,8 +3,6 @@
 The model is built on the meta device, so this costs no memory.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from fullshard.model.weight_map import WeightMap
 
 
 class ModelNames:
-    """Names, shapes and adapters of a model's parameters, and its weights in the base's files."""
+    """Names and adapters of a model's parameters, and its weights in the base's files."""
 
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
         """Build the model of ``base/config.json``; ``adapter``: the settings that a LoRA checkpoint names.
@@ -27,15 +25,10 @@ class ModelNames:
         model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.canonical: dict[str, str] = {}  # every parameter name, tied ones included -> the name it is trained under
-        self.frozen: set[str] = set()  # parameters that the model itself never trains
-        by_identity: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.shapes[name] = tuple(parameter.shape)
-            if not parameter.requires_grad:
-                self.frozen.add(name)
-            self.canonical[name] = by_identity.setdefault(id(parameter), name)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # every parameter name, tied ones included -> the name it is trained under
+        self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
+        self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model
         self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
         self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files
         if adapter:
@@ -48,4 +41,4 @@ class ModelNames:
 
     def is_tied(self, name: str) -> bool:
         """Whether the parameter is shared by two modules."""
-        return sum(canonical == self.canonical[name] for canonical in self.canonical.values()) > 1
+        return name in self.weights.aliases

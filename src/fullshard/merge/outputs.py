@@ -4,15 +4,14 @@ The merged folder holds the names of the base's weight files, in their order: a 
 trained values as its twin, so that no stale copy can untie them; stacked experts go back to one tensor an expert.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from fullshard.errors import MergeError
-from fullshard.merge.adapter import AdapterSet
+from fullshard.merge.adapter import ASK_BASE, AdapterSet
 from fullshard.merge.names import ModelNames
 from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks
@@ -37,8 +36,8 @@ class ExactWeights:
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
         canonical = self._names.canonical.get(name, name)
-        shape = self._names.shapes[name] if name in self._names.shapes else self._names.weights.shape(name)
-        row_size = torch.Size(shape[1:]).numel()
+        shape = self._names.weights.shape(name)
+        row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
             if canonical in self._trained:
@@ -69,21 +68,13 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
         stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
         parameters = weights.parameters_of(name)
         changed = any(exact.is_changed(parameter) for parameter in parameters)
-        shape, exact_dtype = files.shape(name), torch.float32 if changed else base_dtype
+        shape, blocks = files.shape(name), partial(_copied_blocks, names, name)
         if parameters and not weights.is_converted(name):
             shape = weights.shape(parameters[0])  # grown where tokens were added
-
             blocks = partial(exact.blocks, parameters[0])
-
         elif changed:
-
-            def blocks(name: str = name) -> Iterator[torch.Tensor]:
-                yield weights.restore(name, exact.whole).reshape(-1)
-
-        else:
-            blocks = partial(_copied_blocks, names, name)
-
-        outputs.append(OutputTensor(name, shape, stored_dtype, blocks, exact_dtype))
+            blocks = partial(_restored_blocks, names, exact, name)
+        outputs.append(OutputTensor(name, shape, stored_dtype, blocks, torch.float32 if changed else base_dtype))
     return outputs
 
 
@@ -91,16 +82,15 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
     """Names of the base parameters that the checkpoint holds; for a full fine-tuning it must hold them all."""
     trained = {name: stored for name, stored in checkpoint.weights.items() if is_full or ".lora_" not in name}
     for name, stored in trained.items():
-        if names.canonical.get(name) != name or stored.shape != names.shapes[name]:
-            known = name in names.shapes
-            expected = f"it has shape {names.shapes[name]} there" if known else "it has no such parameter"
+        shape = names.weights.shape(name) if name in names.canonical else None
+        if names.canonical.get(name) != name or stored.shape != shape:
+            expected = f"it has shape {shape} there" if shape is not None else "it has no such parameter"
             message = f"{name} {stored.shape} of the checkpoint does not fit the base model: {expected}."
-            raise MergeError(message, "Is this the base that the run was trained on?")
-    absent = [
-        name for name in dict.fromkeys(names.canonical.values()) if name not in trained and name not in names.frozen
-    ]
+            raise MergeError(message, ASK_BASE)
+    absent = [name for name in names.canonical.values() if name not in trained and name not in names.frozen]
     if is_full and absent:
-        message = f"The checkpoint of a full fine-tuning lacks {absent[0]} ({len(absent)} of the model's parameters)."
+        lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
+        message = f"The checkpoint of a full fine-tuning lacks {lacking}."
         raise MergeError(message, "Use another step.")
     return set(trained)
 
@@ -109,3 +99,7 @@ def _copied_blocks(names: ModelNames, name: str) -> Iterator[torch.Tensor]:
     shape = names.weights.files.shape(name)
     for start, stop in row_blocks(shape):
         yield names.weights.files.read(name, *((start, stop) if shape else ())).reshape(-1)
+
+
+def _restored_blocks(names: ModelNames, exact: ExactWeights, name: str) -> Iterator[torch.Tensor]:
+    yield names.weights.restore(name, exact.whole).reshape(-1)

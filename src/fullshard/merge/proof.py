@@ -13,10 +13,8 @@ dtype rounds away is kept apart from what a wrong merge would change, by two com
 Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +46,9 @@ class Comparison:
     @property
     def line(self) -> str:
         """The proof in one line."""
-        return (
-            f"proof: largest logit difference {self.max_difference:.2g} ({self.relative:.2%} of the range), same top "
-            f"token at {self.same_top} of {self.num_positions} positions, mean KL {self.mean_kl:.1e}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures as JSON values."""
-        return asdict(self)
+        difference = f"largest logit difference {self.max_difference:.2g} ({self.relative:.2%} of the range)"
+        same = f"same top token at {self.same_top} of {self.num_positions} positions"
+        return f"proof: {difference}, {same}, mean KL {self.mean_kl:.1e}"
 
 
 @dataclass(frozen=True)
@@ -79,25 +72,16 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
     lost_margin = (reference.gather(-1, top_of_reference) - reference.gather(-1, top)).squeeze(-1)
     log_p, log_q = reference.log_softmax(-1), logits.log_softmax(-1)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean().clamp(min=0).item()
-    return Comparison(
-        max_difference=difference,
-        relative=difference / extent,
-        same_top=int((top == top_of_reference).sum()),
-        changed=int((lost_margin > CLEAR_MARGIN * extent).sum()),
-        num_positions=num_positions,
-        mean_kl=divergence,
-    )
+    same_top, changed = int((top == top_of_reference).sum()), int((lost_margin > CLEAR_MARGIN * extent).sum())
+    return Comparison(difference, difference / extent, same_top, changed, num_positions, divergence)
 
 
 def is_close(comparison: Comparison, low_precision: bool) -> bool:
     """Whether the difference is what fp32 summation order (or, ``low_precision``, 16-bit rounding) explains."""
     if not low_precision:
         return comparison.relative <= FP32_RELATIVE
-    return (
-        comparison.relative <= LOW_PRECISION_RELATIVE
-        and comparison.mean_kl <= LOW_PRECISION_KL
-        and comparison.changed <= CHANGED_SHARE * comparison.num_positions
-    )
+    few_changed = comparison.changed <= CHANGED_SHARE * comparison.num_positions
+    return comparison.relative <= LOW_PRECISION_RELATIVE and comparison.mean_kl <= LOW_PRECISION_KL and few_changed
 
 
 def prove(
@@ -115,14 +99,10 @@ def prove(
     lacks a weight, holds one that the base does not, or is not the training state.
     """
     model, ignored = _open(folder, set(names.weights.ignored))
-    if reference.shape[1] != model.config.get_text_config().vocab_size:
-        raise MergeError(
-            f"The proof has logits for {reference.shape[1]} tokens, the merged model has "
-            f"{model.config.get_text_config().vocab_size}.",
-            "Is this the base that the run was trained on?",
-        )
-    stored = compare_logits(reference, _logits(model, tokens))
-    unrounded = stored
+    if reference.shape[1] != (known := model.config.get_text_config().vocab_size):
+        message = f"The proof has logits for {reference.shape[1]} tokens, the merged model has {known}."
+        raise MergeError(message, "Is this the base that the run was trained on?")
+    stored = unrounded = compare_logits(reference, _logits(model, tokens))
     rounded = [output for output in outputs if output.dtype != output.exact_dtype]
     if rounded:
         _put_exact_values(model, rounded, names, exact)
@@ -139,15 +119,11 @@ def prove(
 def _open(folder: Path, unmapped: set[str]) -> tuple[Any, tuple[str, ...]]:
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
-    )
+    settings = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
     unexpected = set(info["unexpected_keys"])
-    problems = {
-        "missing": sorted(info["missing_keys"]),
-        "unexpected": sorted(unexpected - unmapped),
-        "of another shape": sorted(str(key) for key in info["mismatched_keys"]),
-    }
+    problems = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected - unmapped)}
+    problems["of another shape"] = sorted(map(str, info["mismatched_keys"]))
     for what, found in problems.items():
         if found:
             raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {found[0]}.", "")
@@ -166,14 +142,12 @@ def _put_exact_values(model: Any, rounded: list[OutputTensor], names: ModelNames
     done = set()
     for output in rounded:
         for name in names.weights.parameters_of(output.name):
-            if names.canonical.get(name, name) in done:
+            if (canonical := names.canonical.get(name, name)) in done:
                 continue
-            done.add(names.canonical.get(name, name))
-            values = tensors[name].data.view(-1)
-            position = 0
+            done.add(canonical)
+            rest = tensors[name].data.view(-1)
             for block in exact.blocks(name):
-                part = values[position : position + block.numel()]
+                part, rest = rest[: block.numel()], rest[block.numel() :]
                 if not torch.equal(part, block.to(output.dtype).to(part.dtype)):
                     raise MergeError(f"{name} in the merged folder is not what was written.", "Check the disk.")
                 part.copy_(block)
-                position += block.numel()

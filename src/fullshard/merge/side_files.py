@@ -1,16 +1,20 @@
 """Everything in a merged folder that is not weights: config, generation config, tokenizer files, model card."""
 
-from __future__ import annotations
-
+import math
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from huggingface_hub.repocard import metadata_load
 
+from fullshard.checkpoint.format import Manifest
+from fullshard.data.chat import load_tokenizer
 from fullshard.infer.model_folder import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
 from fullshard.merge.writer import OutputTensor
 from fullshard.model.load import SIDE_FILES
@@ -21,8 +25,7 @@ def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
     """The floating-point dtype that most weights are stored in; what config.json names."""
     count: Counter[torch.dtype] = Counter()
     for output in outputs:
-        if output.dtype.is_floating_point:
-            count[output.dtype] += output.num_bytes // output.dtype.itemsize
+        count[output.dtype] += math.prod(output.shape) if output.dtype.is_floating_point else 0
     return count.most_common(1)[0][0]
 
 
@@ -40,7 +43,7 @@ def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
 
 
 def write_configs(
-    base: Path, folder: Path, dtype: torch.dtype, trained_stop_ids: list[int], vocabulary_size: int
+    base: Path, folder: Path, dtype: str, trained_stop_ids: Iterable[int], vocabulary_size: int
 ) -> list[str]:
     """Write config.json and generation_config.json; return one line for each thing that had to be changed.
 
@@ -50,27 +53,18 @@ def write_configs(
     generation = read_generation_config(base)
     if not generation:
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
-    ids = union_of_ids(
-        generation.get("eos_token_id"), config.get("eos_token_id"), trained_stop_ids, _tokenizer_end_id(folder)
-    )
+    end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
+    base_ids = (generation.get("eos_token_id"), config.get("eos_token_id"))
+    ids = union_of_ids(*base_ids, trained_stop_ids, end_id)
     generation, notes = mended(generation)
     for values in (config, generation):
         if ids:
             values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-    dtype_key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     (config["text_config"] if "vocab_size" in config.get("text_config", {}) else config)["vocab_size"] = vocabulary_size
-    config[dtype_key] = str(dtype).removeprefix("torch.")
+    config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
     write_json(folder / "config.json", config)
     write_json(folder / GENERATION_CONFIG, generation)
     return notes
-
-
-def _tokenizer_end_id(folder: Path) -> int | None:
-    if not any(folder.glob("tokenizer*")):
-        return None
-    from fullshard.data.chat import load_tokenizer
-
-    return load_tokenizer(folder).eos_token_id
 
 
 def base_name(base: Path) -> str:
@@ -83,43 +77,21 @@ def base_name(base: Path) -> str:
 
 
 def _front_matter(base: Path) -> dict[str, Any]:
-    card = base / "README.md"
-    if not card.is_file():
-        return {}
-    match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     try:
-        values = yaml.safe_load(match.group(1)) if match else None
-    except yaml.YAMLError:
+        return metadata_load(base / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) else {}
 
 
-def write_card(base: Path, folder: Path, facts: dict[str, str]) -> None:
-    """Write README.md: base, licence ("see the base model" where its card names none), how it was made, the proof.
-
-    ``facts``: name, method, step, dtype, proof.
-    """
-    card = _front_matter(base)
-    front: dict[str, Any] = {"base_model": base_name(base), "library_name": "transformers"}
-    front |= {"pipeline_tag": "text-generation"} | {
-        key: card[key] for key in ("license", "license_name", "license_link", "language") if key in card
-    }
+def write_card(base: Path, folder: Path, name: str, manifest: Manifest, dtype: str, proof: str) -> None:
+    """Write README.md: base, licence ("see the base model" where its card names none), how it was made, the proof."""
+    card, base_model = _front_matter(base), base_name(base)
+    front = {"base_model": base_model, "library_name": "transformers", "pipeline_tag": "text-generation"}
+    front |= {key: card[key] for key in ("license", "license_name", "license_link", "language") if key in card}
     licence = card.get("license_name") or card.get("license") or "see the base model"
-    method = {"lora": "LoRA (folded into the weights)", "full": "full fine-tuning"}[facts["method"]]
-    text = f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
----
-# {facts["name"]}
-
-- Base model: {base_name(base)}
-- Licence: {licence}
-- Made by fullshard {_version()}: {method}, step {facts["step"]}, stored as {facts["dtype"]}
-- {facts["proof"][0].upper()}{facts["proof"][1:]}, merged model against training state
-"""
-    (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("fullshard")
+    method = {"lora": "LoRA (folded into the weights)", "full": "full fine-tuning"}[manifest.method]
+    how = f"fullshard {version('fullshard')}: {method}, step {manifest.step}, stored as {dtype}"
+    facts = {"front": yaml.safe_dump(front, sort_keys=False).strip(), "name": name, "base": base_model}
+    facts |= {"licence": licence, "how": how, "proof": proof[0].upper() + proof[1:]}
+    text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(text.format(**facts), encoding="utf-8")

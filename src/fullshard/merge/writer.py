@@ -5,8 +5,6 @@ with spaces to a multiple of 8, then the tensors' bytes without gaps. Wider dtyp
 starts at a multiple of its element size.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -23,18 +21,9 @@ from fullshard.model.load import INDEX
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
 SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
 }
 
 
@@ -54,6 +43,11 @@ class OutputTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json names it: float32, bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     """Row ranges [start, stop) of at most BLOCK_ELEMENTS elements (at least one row) that cover a tensor."""
     num_rows = shape[0] if shape else 1
@@ -68,12 +62,8 @@ def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = 
     where a value does not fit the dtype (too large for fp16) or is not finite.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    plan = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda tensor: tensor.num_bytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes,
-    )
+    sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": shard_bytes}
+    plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)
     for file, names in plan.filename_to_tensors.items():
         _write_file(folder / file, [by_name[name] for name in names])
     if not plan.is_sharded:
@@ -88,13 +78,9 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
-        stop = position + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, stop],
-        }
-        position = stop
+        place = [position, position + tensor.num_bytes]
+        facts = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        header[tensor.name], position = facts, place[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
@@ -110,9 +96,7 @@ def _write_tensor(file, tensor: OutputTensor) -> None:
     for block in tensor.blocks():
         stored = block.to(tensor.dtype).reshape(-1).contiguous()
         if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
-            raise MergeError(
-                f"{tensor.name} holds values that are not finite in {str(tensor.dtype).removeprefix('torch.')}.",
-                "Merge another step, or with --dtype fp32.",
-            )
+            message = f"{tensor.name} holds values that are not finite in {dtype_name(tensor.dtype)}."
+            raise MergeError(message, "Merge another step, or with --dtype fp32.")
         written += file.write(memoryview(stored.view(torch.uint8).numpy()))
     assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)

@@ -4,8 +4,6 @@ Shapes: a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D ke
 W as (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from fullshard.config import LoraSection
 from fullshard.errors import ModelError
@@ -38,25 +37,22 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     linear = [(name, type(module).__name__) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     routers = [name for name, kind in linear if "router" in kind.lower()]
     targets = [lora.targets] if isinstance(lora.targets, str) and lora.targets != "all-linear" else lora.targets
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, exclude_modules=routers or None, target_modules=targets,
-        lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", use_rslora=lora.variant == "rslora",
-        use_dora=lora.variant == "dora",
-    )  # fmt: skip
+    variant = {"use_rslora": lora.variant == "rslora", "use_dora": lora.variant == "dora", "lora_dropout": 0.0}
+    modules = {"target_modules": targets, "exclude_modules": routers or None, "bias": "none"}
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, task_type="CAUSAL_LM", **modules, **variant)
     try:
         with torch.device("meta"):
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
+        family = type(model).__name__
         if "use_dora" in str(error):
-            raise ModelError(
-                f"DoRA cannot adapt the stacked experts of {type(model).__name__}.",
-                "Set lora.variant=lora, or name other modules in lora.targets (the attention's: q_proj, v_proj).",
-            ) from None
-        linear = sorted({name.split(".")[-1] for name, module in model.named_modules() if _is_linear(module)})
-        raise ModelError(
-            f"lora.targets = {lora.targets!r} does not fit {type(model).__name__}: {str(error).splitlines()[0]}",
-            f"Linear modules of this model: {', '.join(linear)}",
-        ) from None
+            hint = "Set lora.variant=lora, or name other modules in lora.targets (the attention's: q_proj, v_proj)."
+            raise ModelError(f"DoRA cannot adapt the stacked experts of {family}.", hint) from None
+        leaves = {
+            name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+        }
+        message = f"lora.targets = {lora.targets!r} does not fit {family}: {str(error).splitlines()[0]}"
+        raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
     for place in adapter_places(model):
         if place.layout in ("linear", "conv1d") and not place.has_magnitude:
             layer = model.get_submodule(place.module)
@@ -72,26 +68,19 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
     """
     inject_adapters(model, lora)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    adapted_head = hasattr(head, "base_layer") and (
-        trains_vocabulary or head.base_layer.weight is getattr(embedding, "weight", None)
-    )
+    plain_head = getattr(head, "base_layer", None)  # where an adapter sits on it
+    is_tied = plain_head is not None and plain_head.weight is getattr(embedding, "weight", None)
+    adapted_head = plain_head is not None and (trains_vocabulary or is_tied)
     if hasattr(embedding, "base_layer") or adapted_head:
         # It could not be merged into one weight, or would be trained twice.
-        raise ModelError(
-            f"lora.targets = {lora.targets!r} adapts the {'head' if adapted_head else 'embedding'}, which is tied or"
-            " (with model.add_tokens) trained as a whole.",
-            "Name other modules, or train with method: full.",
-        )
+        adapted = f"lora.targets = {lora.targets!r} adapts the {'head' if adapted_head else 'embedding'}"
+        message = f"{adapted}, which is tied or (with model.add_tokens) trained as a whole."
+        raise ModelError(message, "Name other modules, or train with method: full.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     if trains_vocabulary:
-        for module in (embedding, head):
-            for parameter in module.parameters():
-                parameter.requires_grad_(True)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        embedding.requires_grad_(True)
+        head.requires_grad_(True)
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ def adapter_places(model: nn.Module) -> list[AdapterPlace]:
             leaf = module.parameter_name
             if module.num_experts > 1:
                 layout = "experts" if module._did_swap_in_out_features else "experts_in_out"
-        elif type(module.get_base_layer()).__name__ == "Conv1D":
+        elif isinstance(module.get_base_layer(), Conv1D):
             layout = "conv1d"
         has_magnitude = ADAPTER in module.lora_magnitude_vector
         places.append(AdapterPlace(name, f"{base_name(name)}.{leaf}", layout, module.scaling[ADAPTER], has_magnitude))

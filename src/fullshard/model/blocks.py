@@ -1,7 +1,5 @@
 """What is one sharding unit: each repeated block; the embedding; [final norm, head]. The rest belongs to the root."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from fullshard.errors import ModelError
@@ -9,18 +7,16 @@ from fullshard.errors import ModelError
 
 def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The decoder and its list of repeated blocks: the ModuleList with the most parameters. ModelError if none."""
-    best: tuple[int, nn.Module, nn.ModuleList] | None = None
-    for owner in model.modules():
-        for child in owner.children():
-            if isinstance(child, nn.ModuleList) and len(child):
-                size = sum(parameter.numel() for parameter in child.parameters())
-                if best is None or size > best[0]:
-                    best = (size, owner, child)
-    if best is None:
-        raise ModelError(
-            f"{type(model).__name__} has no list of repeated blocks.", "This family cannot be sharded yet."
-        )
-    return best[1], best[2]
+    lists = [
+        (owner, child)
+        for owner in model.modules()
+        for child in owner.children()
+        if isinstance(child, nn.ModuleList) and len(child)
+    ]
+    if not lists:
+        message = f"{type(model).__name__} has no list of repeated blocks."
+        raise ModelError(message, "This family cannot be sharded yet.")
+    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
@@ -44,13 +40,7 @@ def find_units(model: nn.Module) -> list[list[nn.Module]]:
     units: list[list[nn.Module]] = [[block] for block in blocks]
     if is_tied(model):
         return units
-    units.append([model.get_input_embeddings()])
-    after_blocks = False
-    last: list[nn.Module] = []
-    for child in owner.children():
-        if child is blocks:
-            after_blocks = True
-        elif after_blocks and any(True for _ in child.parameters()) and "norm" in type(child).__name__.lower():
-            last.append(child)
-    units.append([*last, model.get_output_embeddings()])
-    return units
+    children = list(owner.children())
+    after_blocks = children[children.index(blocks) + 1 :]
+    norms = [child for child in after_blocks if list(child.parameters()) and "norm" in type(child).__name__.lower()]
+    return [*units, [model.get_input_embeddings()], [*norms, model.get_output_embeddings()]]

@@ -4,8 +4,6 @@ Only what training needs is downloaded: the small files first, then the weight f
 huggingface_hub itself reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, the proxies and the token, when it is first imported.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil
@@ -82,8 +80,10 @@ def _unfit(sizes: dict[str, int], missing: list[str], folder: Path) -> str | Non
     if absent:
         return f"it has no {absent[0]}, and only safetensors weights are read"
     needed, free = sum(sizes[name] for name in missing), shutil.disk_usage(folder).free
+    if needed <= free:
+        return None
     room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
-    return f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place" if needed > free else None
+    return f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place"
 
 
 def _reason(error: Exception) -> str:

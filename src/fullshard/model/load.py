@@ -4,8 +4,6 @@ Models are transformers' own classes. Weight files are safetensors; every read n
 touches only its own ranges.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -60,10 +58,8 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
         message = f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}"
         raise ModelError(message, "Use a folder with safetensors weights.")
     if missing:
-        raise ModelError(
-            f"{folder} is incomplete: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}.",
-            "Download the whole model folder again.",
-        )
+        lacking = f"{len(missing)} of {len(names)} weight files are missing, first {missing[0]}"
+        raise ModelError(f"{folder} is incomplete: {lacking}.", "Download the whole model folder again.")
     return folder
 
 
@@ -83,16 +79,14 @@ class WeightFiles:
 
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
-        self._places: dict[str, Any] = {}
-        for file in weight_names(folder):
-            try:
-                handle = safe_open(folder / file, framework="pt")
-                for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
-                    self._places[name] = handle
-            except SafetensorError as error:
-                raise ModelError(f"{folder / file} is damaged: {error}", "Download this file again.") from None
-
         self.files = [folder / file for file in weight_names(folder)]
+        self._places: dict[str, Any] = {}
+        for file in self.files:
+            try:
+                handle = safe_open(file, framework="pt")
+                self._places |= dict.fromkeys(handle.keys(), handle)
+            except SafetensorError as error:
+                raise ModelError(f"{file} is damaged: {error}", "Download this file again.") from None
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
@@ -133,13 +127,12 @@ def read_config(path: str | Path) -> Any:
 
 
 def _refuse_untrainable(config: Any, path: str | Path) -> None:
-    if config.model_type in REFUSED_FAMILIES:
-        message = f"{config.model_type} models are refused: {REFUSED_FAMILIES[config.model_type]}."
-        raise ModelError(message, "What works: docs/models.md")
+    family, quantised = config.model_type, getattr(config, "quantization_config", None)
+    if family in REFUSED_FAMILIES:
+        raise ModelError(f"{family} models are refused: {REFUSED_FAMILIES[family]}.", "What works: docs/models.md")
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
-        message = f"{config.model_type} models see or hear; only text models can be trained."
+        message = f"{family} models see or hear; only text models can be trained."
         raise ModelError(message, "Take the family's text model, where there is one.")
-    quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
@@ -179,24 +172,23 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     with torch.no_grad():
         for module in model.modules():
             empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-            if not empty:
-                continue
             for name, buffer in empty.items():
                 fill = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
-            model._init_weights(module)
+            if empty:
+                model._init_weights(module)
     return model
 
 
-def load_buffers(model: nn.Module, weights: WeightMap) -> int:
+def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
     """Fill the persistent buffers from the files, then refuse any float buffer that holds NaN; returns their number.
 
     Covers: buffers that ``build_on_meta`` made and those that a file holds.
     """
     buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():
-        if weights.has(base_name(name)):
-            buffer.copy_(weights.read(base_name(name)).view(buffer.shape))
+        if weights.has(plain := base_name(name)):
+            buffer.copy_(weights.read(plain).view(buffer.shape))
         if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
             message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
             raise ModelError(message, "This family cannot be loaded sharded yet.")
@@ -210,12 +202,10 @@ def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn
     """
     folder = check_model_folder(path)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
-    attention = attention_for(read_config(folder))
+    settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
     with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
+    absent = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
     if absent:
         message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
         raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")

@@ -1,7 +1,5 @@
 """Names of one parameter in the model, in our checkpoints, and in PEFT's adapter files."""
 
-from __future__ import annotations
-
 import re
 
 ADAPTER = "default"

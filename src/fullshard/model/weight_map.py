@@ -6,8 +6,7 @@ from transformers' own conversion table (``get_model_conversion_mapping``), run 
 it needs, convert, slice, drop. The same table reversed gives the export its original names.
 """
 
-from __future__ import annotations
-
+import math
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,14 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import ModelError
 from fullshard.model.load import WeightFiles
@@ -61,7 +55,7 @@ class WeightMap:
         self._groups: dict[str, _Group] = {}  # by file tensor
         self.ignored: list[str] = []  # file tensors that the model has no place for
         self._outputs: dict[str, _Group] = {}  # by parameter
-        self._aliases = _aliases(model)
+        self.aliases = _aliases(model)  # parameter -> all names of the same parameter, for tied ones
         self._grown = _vocabulary_tensors(model) if new_ids else set()
         self._match(model, converters)
         self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
@@ -71,15 +65,20 @@ class WeightMap:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
-        if stop is None:
-            stop = torch.Size(self._state[name]).numel()
+        stop = math.prod(self._state[name]) if stop is None else stop
         name = self._source_name(name)
         group = self._outputs[name]
         if group.converter is not None:
             return self._converted(group)[name].reshape(-1)[start:stop]
-        if name in self._grown:
-            return self._read_grown(name, start, stop)
-        return _read_range(self.files, group.sources[0][1], start, stop)
+        file_name = group.sources[0][1]
+        shape = self.files.shape(file_name)
+        if not shape:
+            return self.files.read(file_name).reshape(-1)
+        width = math.prod(shape[1:])
+        first, last = start // width, -(-stop // width)
+        read_rows = self._read_grown if name in self._grown else self.files.read
+        rows = read_rows(file_name, first, last).reshape(-1)  # the covering rows, no others
+        return rows[start - first * width : stop - first * width]
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
@@ -121,11 +120,12 @@ class WeightMap:
 
     def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
         state = model.state_dict()
+        rename = core_model_loading.rename_source_key
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        for file_name in sorted(self.files.names(), key=dot_natural_key):
-            target, pattern = rename_source_key(file_name, self._renamings, converters, self._prefix, state)
+        for file_name in sorted(self.files.names(), key=core_model_loading.dot_natural_key):
+            target, pattern = rename(file_name, self._renamings, converters, self._prefix, state)
             if target not in state and file_name in state:  # transformers' own second try
-                target, pattern = rename_source_key(file_name, [], [], self._prefix, state)
+                target, pattern = rename(file_name, [], [], self._prefix, state)
             if target not in state:
                 self.ignored.append(file_name)
                 continue
@@ -144,20 +144,17 @@ class WeightMap:
             return
         counts = Counter(pattern for pattern, _ in group.sources)
         if len(set(counts.values())) > 1 or len(counts) < len(group.converter.source_patterns):
-            raise ModelError(
-                f"{self._where} is incomplete: {group.target} is made of {dict(counts)} tensors, not as many of each.",
-                "Download the whole model folder again.",
-            )
+            message = f"{self._where} is incomplete: {group.target} needs as many of each, not {dict(counts)} tensors."
+            raise ModelError(message, "Download the whole model folder again.")
         empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
         try:
             made = self._forward(group, empty)
             back = self._reverse(group, made)
         except (ValueError, RuntimeError, KeyError, NotImplementedError, IndexError) as error:
-            raise ModelError(
-                f"{self._where}: {group.target} cannot be made from {group.sources[0][1]} and"
-                f" {len(group.sources) - 1} more, or not be written back: {error}",
-                "This family converts its weights on load in a way that cannot be reversed.",
-            ) from None
+            made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
+            message = f"{self._where}: {group.target} cannot be made from {made_of}, or not be written back: {error}"
+            hint = "This family converts its weights on load in a way that cannot be reversed."
+            raise ModelError(message, hint) from None
         wrong = [name for _, name in group.sources if back[name].shape != empty[name].shape]
         if wrong:
             raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
@@ -174,15 +171,16 @@ class WeightMap:
 
     def _reverse(self, group: _Group, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = group.converter.reverse_transform()
-        first = None
+        renamed = {name: converter.rename_source_key(name) for name in parameters}  # (new name, its pattern)
+        first = next(iter(renamed.values()))[0]
         for name, value in parameters.items():
-            renamed, pattern = converter.rename_source_key(name)
-            first = first or renamed
-            converter.add_tensor(first, name, pattern, value)
+            converter.add_tensor(first, name, renamed[name][1], value)
         made = _single(converter.convert(first, config=self._config))
-        by_plain_name = {self._without_prefix(name): value for name, value in made.items()}
-        names = {name: self._without_prefix(apply_renamings(name, self._renamings)) for _, name in group.sources}
-        return {name: by_plain_name[plain] for name, plain in names.items()}
+        plain = {self._without_prefix(name): value for name, value in made.items()}
+        originals = [name for _, name in group.sources]
+        renamed_back = [core_model_loading.apply_renamings(name, self._renamings) for name in originals]
+        pairs = zip(originals, renamed_back, strict=True)
+        return {name: plain[self._without_prefix(stored)] for name, stored in pairs}
 
     def _without_prefix(self, name: str) -> str:
         return name.removeprefix(f"{self._prefix}.")
@@ -196,71 +194,52 @@ class WeightMap:
 
     def _source_name(self, name: str) -> str:
         """The name under which the files hold it: a tied weight may lie there under any of its names."""
-        return next((alias for alias in self._aliases.get(name, (name,)) if alias in self._outputs), name)
+        return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)
 
     def _check(self, model: nn.Module) -> None:
-        for names in set(self._aliases.values()):
+        for names in set(self.aliases.values()):
             stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
-                raise ModelError(
-                    f"{self._where}: config.json ties {' and '.join(names)}, but the files hold different values.",
-                    'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.',
-                )
+                tied = " and ".join(names)
+                message = f"{self._where}: config.json ties {tied}, but the files hold different values."
+                hint = 'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.'
+                raise ModelError(message, hint)
         parameters = [name for name, _ in model.named_parameters()]
         missing = [name for name in parameters if not self.has(name)]
         if missing:
-            first = ", ".join(missing[:5])
-            raise ModelError(
-                f"{self._where}: {len(missing)} of {len(parameters)} parameters have no tensor of their name in the"
-                f" files: {first}.",
-                "Are config.json and the weights of one model? Compare model_type with the files' tensor names.",
-            )
+            lacking = f"{len(missing)} of {len(parameters)} parameters have no tensor of their name in the files"
+            hint = "Are config.json and the weights of one model? Compare model_type with the files' tensor names."
+            raise ModelError(f"{self._where}: {lacking}: {', '.join(missing[:5])}.", hint)
         for name in parameters:
             group = self._outputs[self._source_name(name)]
             if self.dtype(name) not in FLOATS:
-                raise ModelError(
-                    f"{self._where}: parameter {name} is stored as {self.dtype(name)}, none of {', '.join(FLOATS)}.",
-                    "Take the model's bf16 or fp32 weights.",
-                )
+                stored_as = f"stored as {self.dtype(name)}, none of {', '.join(FLOATS)}"
+                message = f"{self._where}: parameter {name} is {stored_as}."
+                raise ModelError(message, "Take the model's bf16 or fp32 weights.")
             if group.converter is None:
                 self._check_shape(name, self.files.shape(group.sources[0][1]))
 
     def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
         expected = self._state[name]
-        if name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]:
-            return
-        if found != expected:
+        has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
+        if found != expected and not has_grown:
             message = f"{name}: config.json means {expected}, the file holds {found}."
             raise ModelError(message, f"The config.json and the weights of {self._where} do not belong together.")
 
-    def _read_grown(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A range of a vocabulary tensor: old rows from the file, new ones the mean of the old."""
-        file_name = self._outputs[name].sources[0][1]
-        num_old, width = self.files.shape(file_name)[0], torch.Size(self._state[name][1:]).numel()
-        if name not in self._means:
-            old = self.files.read(file_name).float().reshape(num_old, -1)
+    def _read_grown(self, file_name: str, first: int, last: int) -> torch.Tensor:
+        """Rows of a vocabulary tensor: old ones from the file, new ones the mean of the old."""
+        num_old, *width = self.files.shape(file_name)
+        if file_name not in self._means:
             kept = [row for row in range(num_old) if row not in set(self._new_ids)]
-            self._means[name] = old[kept].mean(0).to(self.files.read(file_name, 0, 1).dtype)
-        first, last = start // width, -(-stop // width)
-        rows = self._means[name].repeat(last - first, 1)
-        stored = min(last, num_old)
-        if first < stored:
-            rows[: stored - first] = self.files.read(file_name, first, stored).reshape(stored - first, width)
+            mean = self.files.read(file_name).float()[kept].mean(0)
+            self._means[file_name] = mean.to(self.files.read(file_name, 0, 1).dtype)
+        rows = self._means[file_name].repeat(last - first, *[1] * len(width))
+        if (stored := min(last, num_old)) > first:
+            rows[: stored - first] = self.files.read(file_name, first, stored)
         for row in self._new_ids:
             if first <= row < last:
-                rows[row - first] = self._means[name]
-        return rows.reshape(-1)[start - first * width : stop - first * width]
-
-
-def _read_range(files: WeightFiles, name: str, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a flattened file tensor, 1-d: reads the covering rows, copies nothing else."""
-    shape = files.shape(name)
-    if not shape:
-        return files.read(name).reshape(-1)
-    row_elements = torch.Size(shape[1:]).numel()
-    first_row = start // row_elements
-    rows = files.read(name, first_row, -(-stop // row_elements)).reshape(-1)
-    return rows[start - first_row * row_elements : stop - first_row * row_elements]
+                rows[row - first] = self._means[file_name]
+        return rows
 
 
 def _single(made: dict[str, Any]) -> dict[str, torch.Tensor]:

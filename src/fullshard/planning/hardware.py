@@ -5,8 +5,6 @@ way, per device. Sources: shared notes "published_runs" section 4, which cites t
 (accelerator and network README at 744d01e), torchtitan tools/utils.py and, for usable GiB, training logs.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import platform
@@ -20,6 +18,7 @@ import yaml
 from fullshard.errors import PlanError
 
 GIB = 2**30
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,18 @@ class Accelerator:
         return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend")
 
 
-def _read_table() -> tuple[Accelerator, ...]:
-    table = yaml.safe_load(Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8"))
-    return tuple(
-        Accelerator(tuple(words.split()), int(usable * GIB), float(flops), reachable, float(link))
-        for words, (usable, flops, reachable, link) in table.items()
-    )
-
-
-ACCELERATORS = _read_table()
+ACCELERATORS = tuple(
+    Accelerator(tuple(words.split()), int(usable * GIB), float(flops), reachable, float(link))
+    for words, (usable, flops, reachable, link) in yaml.safe_load(
+        Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8")
+    ).items()
+)
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
     """The table's entry for a device name as torch gives it ("NVIDIA A100-SXM4-80GB"); None where it is unknown."""
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))  # whole words: an L40 is no L4
-    for accelerator in ACCELERATORS:
-        if words.issuperset(accelerator.matched):
-            return accelerator
-    return None
+    return next((card for card in ACCELERATORS if words.issuperset(card.matched)), None)
 
 
 def parse_devices(text: str) -> tuple[int, Accelerator]:
@@ -98,25 +91,20 @@ def read_host() -> Host:
 
 def _control_group_limit() -> tuple[int, int] | None:
     """(limit, anonymous bytes in use) of this container, versions 2 and 1; None where there is no limit."""
-    root = Path("/sys/fs/cgroup")
-    for limit_file, stat_file, key in (
-        (root / "memory.max", root / "memory.stat", "anon"),
-        (root / "memory" / "memory.limit_in_bytes", root / "memory" / "memory.stat", "rss"),
-    ):
+    for folder, limit, used in (("", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "rss")):
         try:
-            limit_text = limit_file.read_text().strip()
-            statistics = dict(line.split(" ", 1) for line in stat_file.read_text().splitlines() if " " in line)
+            limit_text = (CONTROL_GROUP / folder / limit).read_text().strip()
+            statistics = (CONTROL_GROUP / folder / "memory.stat").read_text()
         except OSError:
             continue
         if limit_text.isdigit():
-            return int(limit_text), int(statistics.get(key, 0))
+            found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
+            return int(limit_text), int(found[1]) if found else 0
     return None
 
 
 def _processor_name() -> str:
     information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    text = information.read_text(errors="replace") if information.is_file() else ""
+    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE | re.IGNORECASE)
+    return found[1].strip() if found else platform.processor() or platform.machine()

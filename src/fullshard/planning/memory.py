@@ -1,24 +1,19 @@
-"""Memory of one rank as closed formulas, by cause. Bytes; N parameters, W ranks, c bytes of the compute dtype.
+"""Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
 
-States (N full, A adapter parameters): masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0); LoRA keeps the frozen base in
-the compute dtype, cN/W, and the adapters whole on every rank, 4A + 4A + 8A; bf16_pure has 2 in place of each 4, the
-moments stay fp32 (train/precision.py). Transients, with U the largest unit that is
-gathered at once (embedding, block or head): gathered 2cU (the one in use and the one on its way), 4U on the fp32 wire
-of the reduction; several micro-batches keep whole fp32 gradients, 4N (the torch engine reduces once a step). For an 8B
-model on 64 ranks this lies above the traced fully_shard peak, by less than 35 % (tests/unit/planning).
+Bytes; N parameters, W ranks, c bytes of the compute dtype. States: masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0);
+LoRA keeps the frozen base, cN/W, and its A adapter parameters whole on every rank, 4A + 4A + 8A; bf16_pure has a 2
+for each 4. Transients, with U the largest unit gathered at once: 2cU (the one in use and the next), 4U on the fp32
+wire; several micro-batches keep 4N.
 
 Activations of one block per token, what autograd keeps with fused attention (h width, a heads x head size, f MLP width,
 n features of all norms: 2h in Llama):
     c (2h + n + 4a + mf) + 4n
-the two inputs of the products (h, h), the norms' normalised form and their fp32 input (LayerNorm: only its input), the
-attention's query, output, keys and values (repeated for every head), and m tensors of the MLP: 4 with a gate, 2 with
-one fused activation, 5 with one written in Python (dropout masks are left out). DoRA adds about 16 bytes for each input
-feature of an adapted layer; eager attention 12 bytes x heads x longest row. Within 10 % of what autograd keeps in
-llama, qwen3 and gpt2, full or LoRA (tests/unit/planning). With recomputation every block keeps its input, ch, and one
-block at a time is whole.
+the inputs of the products (h, h), the norms' normalised form and fp32 input (LayerNorm: only its input), the
+attention's query, output, keys and values (repeated for every head), and m tensors of the MLP (ModelShape.mlp_copies).
+DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest row. With
+recomputation every block keeps its input, ch, and one block at a time is whole. tests/unit/planning: within 10 % in
+llama, qwen3 and gpt2, full or LoRA; an 8B model on 64 ranks lies at most 35 % above fully_shard's traced peak.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -141,6 +136,8 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
 
 
 def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
+    from fullshard.train.loss import CHUNK_LOGIT_BYTES
+
     each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
     again, inputs, lines = job.recomputed(layers), job.compute_bytes * shape.hidden_size, []
@@ -151,20 +148,13 @@ def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
     if again < layers:
         kept = f"{tokens:,} tokens x {layers - again} blocks x {each:,}"
         lines.append(Line("activations", tokens * (layers - again) * each, kept, "backward"))
-    chunk = min(logits_chunk_rows(shape), tokens)
+    chunk = min(max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size)), tokens)  # positions at once, as the loss cuts them
     logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [
         *lines,
         Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "head"),
     ]
-
-
-def logits_chunk_rows(shape: ModelShape) -> int:
-    """Supervised positions whose logits exist at once, as the loss cuts them."""
-    from fullshard.train.loss import CHUNK_LOGIT_BYTES
-
-    return max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size))
 
 
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:

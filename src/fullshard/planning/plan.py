@@ -1,9 +1,6 @@
 """A finished plan: what a run needs and how its batches lie, ready to print and to store."""
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fullshard.planning.memory import Line
 
@@ -43,49 +40,35 @@ class Plan:
     card: str = ""  # of --devices: the plan is for machines that are not here
     is_assumed: bool = False  # rows and tokens were not read from any file
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for plan.json."""
-        return asdict(self)
-
-    def to_lines(self) -> list[str]:
-        """The report, line by line."""
+    def to_text(self) -> str:
+        """The report, of several lines."""
         about = "~" if self.is_estimate else ""
         counted = "assumed" if self.is_assumed else "estimated from file sizes" if self.is_estimate else "counted"
-        place = f"{self.ranks} x {self.card or self.device}"
         unchecked = " (from the card's facts; not checked against a measured run)" if self.card else ""
-        recompute = "recomputed" if self.recompute else "kept"
-        if self.recompute > 1:
-            recompute += f" in {self.recompute} blocks"
-        report = [
-            f"Plan: {self.method} on {place}, {self.precision}, activations {recompute},"
-            f" micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}",
+        kept = f"{self.precision}, activations {'recomputed' if self.recompute else 'kept'}"
+        kept += f" in {self.recompute} blocks" if self.recompute > 1 else ""
+        micro_batch = f"micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}"
+        width = max(len(line.cause) for line in self.lines)
+        lines = [
+            f"Plan: {self.method} on {self.ranks} x {self.card or self.device}, {kept}, {micro_batch}",
             f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
             f"Step: {self.batch}; {self.num_steps:,} steps",
             "Memory of one rank:",
         ]
-        width = max(len(line.cause) for line in self.lines)
         for line in self.lines:
-            report.append(
-                f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}  {MOMENT_WORDS[line.when]}{line.formula}"
-            )
-        peaks = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in self.moments.items())
-        report += [
-            f"Peaks: {peaks}",
+            formula = MOMENT_WORDS[line.when] + line.formula
+            lines.append(f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}  {formula}")
+        lines += [
+            f"Peaks: {', '.join(f'{moment} {format_bytes(size)}' for moment, size in self.moments.items())}",
             f"Fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use",
             f"Time: {format_minutes(self.seconds_low, self.seconds_high)}{unchecked}",
         ]
-        return report + [f"Note: {note}" for note in self.notes]
+        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
 
-    def to_summary(self) -> list[str]:
+    def to_summary(self) -> str:
         """What ``train`` prints of it: steps, fit and time."""
-        return [
-            f"plan: {self.num_steps:,} steps, {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a"
-            f" rank may use, {format_minutes(self.seconds_low, self.seconds_high)}"
-        ]
-
-    def to_text(self) -> str:
-        """The report as one string."""
-        return "\n".join(self.to_lines())
+        fit = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use"
+        return f"plan: {self.num_steps:,} steps, {fit}, {format_minutes(self.seconds_low, self.seconds_high)}"
 
 
 def format_bytes(count: int) -> str:

@@ -3,8 +3,6 @@
 Everything is decided by the formulas of memory.py; nothing is run but a short timed product.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,13 +113,11 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     model = shapes.build_for_plan(config.model.path, added)
     shape = shapes.shape_of(model)
     adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
-    return Facts(machine_of(card) if card else read_machine(), shape, adapters, volume)
-
-
-def machine_of(card: Accelerator) -> Machine:
-    """A machine with this card, from its facts: the rate is the share of the peak that products reach in practice."""
-    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)
-    return Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
+    if card is None:
+        return Facts(read_machine(), shape, adapters, volume)
+    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)  # the share of the peak that products reach in practice
+    machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
+    return Facts(machine, shape, adapters, volume)
 
 
 def read_machine() -> Machine:
@@ -275,10 +271,9 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
     kind = "host memory that is free now, shared by the ranks" if machine.kind == "cpu" else "device memory"
     largest = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)[:3]
     causes = ", ".join(f"{line.cause} {format_bytes(line.bytes)}" for line in largest)
-    message = (
-        f"The job does not fit: at its smallest it needs {format_bytes(best.peak_bytes)} a rank on {num_ranks} ranks;"
-        f" {format_bytes(machine.usable_bytes(num_ranks))} a rank may be used ({kind}). Largest causes: {causes}."
-    )
+    most, usable = format_bytes(best.peak_bytes), format_bytes(machine.usable_bytes(num_ranks))
+    needs = f"at its smallest it needs {most} a rank on {num_ranks} ranks; {usable} a rank may be used ({kind})"
+    message = f"The job does not fit: {needs}. Largest causes: {causes}."
     if lines:
         return PlanError(message, "\n".join(["Changes that fit, cheapest first:", *lines]))
     hint = f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory."

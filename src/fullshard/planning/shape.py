@@ -4,19 +4,16 @@ The real parameter list is read from the model class built on the meta device, s
 guessed at.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from fullshard.config import LoraSection
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -72,27 +69,20 @@ def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Shape of a built model, on any device."""
-    import torch
-
     from fullshard.model.blocks import find_blocks, is_tied
 
     settings = model.config.get_text_config()
     blocks = list(find_blocks(model)[1])
     block_sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     parameters = dict(model.named_parameters())  # tied weights appear once
-    total = sum(parameter.numel() for parameter in parameters.values())
-    table = model.get_input_embeddings().weight
+    total, table = sum(weight.numel() for weight in parameters.values()), model.get_input_embeddings().weight
+    positions = re.compile(r"(wpe|embed_positions|position_embeddings)\.weight$")
+    tables = [weight for name, weight in parameters.items() if weight is table or positions.search(name)]
+    embeddings = sum(weight.numel() for weight in tables if weight.dim() == 2)
     output = model.get_output_embeddings()
-    outside = total - sum(block_sizes)
-    head_matrix = output.weight.numel() if output is not None else table.numel()
-    embeddings = sum(
-        weight.numel() for name, weight in parameters.items() if weight is table or _is_position_table(name, weight)
-    )
-    intermediate = _first(
-        settings, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"
-    )
-    intermediate = intermediate or 4 * settings.hidden_size
-    active = _first(settings, "num_experts_per_tok") or 1
+    head_matrix = (table if output is None else output.weight).numel()
+    widths = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    intermediate = _first(settings, *widths) or 4 * settings.hidden_size
     heads = settings.num_attention_heads
     head_dim = _first(settings, "head_dim") or settings.hidden_size // heads
     key_heads = _first(settings, "num_key_value_heads") or heads
@@ -102,7 +92,7 @@ def shape_of(model: nn.Module) -> ModelShape:
         block=max(block_sizes),
         blocks=sum(block_sizes),
         embedding=embeddings,
-        head=outside - embeddings,
+        head=total - sum(block_sizes) - embeddings,
         tied=is_tied(model),
         active_block_matrices=sum(_active_matrices(block, settings) for block in blocks),
         head_matrix=head_matrix,
@@ -110,10 +100,10 @@ def shape_of(model: nn.Module) -> ModelShape:
         hidden_size=settings.hidden_size,
         attention_width=heads * head_dim,
         key_value_width=key_heads * head_dim,
-        intermediate_size=intermediate * active,
+        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1),
         mlp_copies=_mlp_copies(blocks[0], settings),
         norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
-        fused_norms=any(isinstance(module, torch.nn.LayerNorm) for module in blocks[0].modules()),
+        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()),
         num_heads=heads,
         eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
         max_positions=_first(settings, "max_position_embeddings", "n_positions"),
@@ -123,14 +113,11 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """``parameters`` of all adapters together; ``inputs_per_block``: features that a block's adapted layers read.
+    """What LoRA adds to a model."""
 
-    ``vocabulary``: parameters of embedding and head where LoRA trains them too.
-    """
-
-    parameters: int
-    inputs_per_block: int
-    vocabulary: int
+    parameters: int  # of all adapters together
+    inputs_per_block: int  # features that a block's adapted layers read
+    vocabulary: int  # parameters of embedding and head, where they are trained too
 
 
 def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> AdapterShape:
@@ -154,11 +141,8 @@ def _active_matrices(block: nn.Module, settings: Any) -> int:
     chosen = _first(settings, "num_experts_per_tok")
     experts = _first(settings, "num_experts", "num_local_experts", "n_routed_experts")
     share = chosen / experts if chosen and experts else 1.0
-    total = 0.0
-    for name, weight in block.named_parameters():
-        if weight.dim() >= 2:
-            total += weight.numel() * (share if ".experts." in f".{name}" else 1.0)
-    return math.ceil(total)
+    matrices = [(f".{name}", weight.numel()) for name, weight in block.named_parameters() if weight.dim() >= 2]
+    return math.ceil(sum(size * (share if ".experts." in name else 1.0) for name, size in matrices))
 
 
 def _mlp_copies(block: nn.Module, settings: Any) -> int:
@@ -180,13 +164,6 @@ def _norm_width(block: nn.Module, attention_width: int, key_value_width: int) ->
     return total
 
 
-def _is_position_table(name: str, weight: Any) -> bool:
-    return weight.dim() == 2 and re.search(r"(wpe|embed_positions|position_embeddings)\.weight$", name) is not None
-
-
 def _first(settings: Any, *names: str) -> int | None:
-    for name in names:
-        value = getattr(settings, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    values = (getattr(settings, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

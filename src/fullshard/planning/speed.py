@@ -5,12 +5,13 @@ weights), plus 2 x for recomputation; 12 x width x row length per block for atte
 rows: the padded CPU kernels skip nothing). Blocks work on the padded area, the head on supervised positions only.
 """
 
-from __future__ import annotations
-
 import functools
-import time
 from dataclasses import dataclass
 
+import torch
+from torch.utils.benchmark import Timer
+
+from fullshard.device import supports_bf16
 from fullshard.planning.memory import Job
 from fullshard.planning.shape import ModelShape
 
@@ -52,41 +53,18 @@ class StepWork:
 @functools.cache
 def measure_rates(kind: str, cores: int) -> Rates:
     """Time one product in fp32 and bf16, on one thread or one device. Under half a second on a CPU; cached."""
-    import torch
-
-    from fullshard.device import supports_bf16
-
-    threads = torch.get_num_threads()
-    if kind == "cpu":
-        torch.set_num_threads(1)
-    try:
-        fp32 = timed_product(torch.float32, kind)
-        bf16 = timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
-        fp16 = 0.0 if bf16 else timed_product(torch.float16, kind)
-    finally:
-        torch.set_num_threads(threads)
-    return Rates(fp32, bf16, cores if kind == "cpu" else 1, fp16)
+    bf16 = timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
+    fp16 = 0.0 if bf16 else timed_product(torch.float16, kind)
+    return Rates(timed_product(torch.float32, kind), bf16, cores if kind == "cpu" else 1, fp16)
 
 
-def timed_product(dtype, kind: str) -> float:
-    """Operations per second of one matrix product on this process's threads or device."""
-    import torch
-
-    from fullshard.device import synchronize
-
+def timed_product(dtype: torch.dtype, kind: str) -> float:
+    """Operations per second of one matrix product on one thread or device."""
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
     left = torch.ones(rows, inner, dtype=dtype, device=kind)
     right = torch.ones(inner, columns, dtype=dtype, device=kind)
-    left @ right  # the first product also builds the kernel
-    best, spent, repeats = float("inf"), 0.0, 0
-    while spent < 0.05 and repeats < 30:
-        synchronize()
-        start = time.perf_counter()
-        left @ right
-        synchronize()
-        seconds = time.perf_counter() - start
-        best, spent, repeats = min(best, seconds), spent + seconds, repeats + 1
-    return 2 * rows * inner * columns / best
+    timer = Timer("left @ right", globals={"left": left, "right": right})  # on one thread; waits for an accelerator
+    return 2 * rows * inner * columns / min(timer.blocked_autorange(min_run_time=0.05).times)
 
 
 def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: float) -> float:

@@ -1,7 +1,5 @@
 """How much data a run has: from the prepared rows where they exist, else estimated from the files' bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

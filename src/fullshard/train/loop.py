@@ -145,8 +145,9 @@ class Trainer:
             rows = [self.data.row(row % len(self.data))[0][: LOSS_CHECK_TOKENS // 2].tolist() for row in (0, 1)]
             self.log.say(check_packing(self.built, rows, self.precision, self.ranks.device))
         self._trial_step()
-        rate = torch.tensor(timed_product(self.precision.compute, self.ranks.device.type), device=self.ranks.device)
-        self.flops_per_second = float(self.ranks.sum(rate))
+        rate = timed_product(self.precision.compute, self.ranks.device.type)
+        rate *= torch.get_num_threads() if self.ranks.device.type == "cpu" else 1
+        self.flops_per_second = sum(self.ranks.gather_objects(rate))
         ranks, speed = counted(self.ranks.num_ranks, "rank"), self.flops_per_second / 1e12
         self.log.say(f"a matrix product, timed on {ranks} at once: {speed:.3g} TFLOP/s, what shares of peak refer to")
 

@@ -46,7 +46,7 @@ MODES = {
     "fp32": Precision("fp32", torch.float32),
     "tf32": Precision("tf32", torch.float32, fast_fp32=True),
     "bf16": Precision("bf16", torch.bfloat16),
-    "fp16": Precision("fp16", torch.float16, loss_scale=2.0**16),
+    "fp16": Precision("fp16", torch.float16, loss_scale=2.0**12),
     "bf16_pure": Precision("bf16_pure", torch.bfloat16, master=torch.bfloat16),
 }
 precision_of = MODES.__getitem__

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.config import LoraSection
+from fullshard.model.adapters import add_adapters
 from fullshard.planning.memory import (
     DEVICE_CONTEXT_BYTES,
     Job,
@@ -236,3 +237,43 @@ def test_activation_formula_is_near_what_autograd_keeps(family, dtype):
     measured = (counts[1] - counts[0]) / 2
     predicted = block_bytes_per_token(shape_of(model), 4 if dtype == torch.float32 else 2, 64)
     assert 0.9 * measured <= predicted <= 1.2 * measured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activation_formula_under_adapters(family, variant, dtype):
+    """fp32 masters of adapters, which multiply in the base's dtype: no fp32 copy of their inputs (DoRA: measured)."""
+    counts, lora = [], LoraSection(rank=2, variant=variant)
+    for num_layers in (1, 3):
+        layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": num_layers}
+        settings = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2} | FAMILIES[family] | layers
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype)
+        shape = shape_of(model)
+        add_adapters(model, lora)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            kept = torch.float32 if parameter.requires_grad else dtype
+            parameter.data = torch.zeros(parameter.shape, dtype=kept)
+        counts.append(kept_per_token(model, 256))
+        inputs = add_adapter_shape(on_meta(family, **settings), lora).inputs_per_block if variant == "dora" else 0
+    measured = (counts[1] - counts[0]) / 2
+    predicted = block_bytes_per_token(shape, dtype.itemsize, 64, inputs)
+    assert 0.85 * measured <= predicted <= 1.3 * measured
+
+
+@pytest.mark.parametrize(
+    ("precision", "held"), [("fp32", 16), ("tf32", 16), ("bf16", 16), ("fp16", 16), ("bf16_pure", 12)]
+)
+def test_bytes_of_a_trained_parameter(k1, precision, held):
+    """Weight, gradient and moments at rest, full and adapters; docs/precision.md has the same table."""
+    full = by_cause(k1, precision=precision, num_ranks=1)
+    states = [size for cause, size in full.items() if cause.endswith(("masters", "gradients", "optimizer state"))]
+    assert sum(states) == held * 7248
+    assert by_cause(k1, precision=precision, method="lora", adapters=1000)["adapters"] == held * 1000
+    compute = 4 if precision in ("fp32", "tf32") else 2
+    assert full["gathered weights"] == compute * (1040 + 2 * 2592)
+    loaded = (
+        moment_peaks(k1, job(precision=precision, num_ranks=1))["load"] - moment_peaks(k1, job(num_ranks=1))["load"]
+    )
+    assert loaded == ((2 if precision == "bf16_pure" else 4) - 4) * 7248

@@ -70,7 +70,7 @@ def test_plan_of_a_small_job(on_machine, recipe):
 
 
 def test_plan_is_json_with_what_the_ranks_need(on_machine, recipe):
-    stored = json.loads(json.dumps(make_plan(recipe(), ranks=1).to_json()))
+    stored = json.loads(json.dumps(dataclasses.asdict(make_plan(recipe(), ranks=1))))
     assert stored["micro_batch"][1] == "tokens"
     assert stored["precision"] == "fp32"
     assert stored["recompute"] is False

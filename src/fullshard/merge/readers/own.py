@@ -1,12 +1,10 @@
 """Read the weights of a fullshard checkpoint, range by range, without any process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.format import PROOF, StoredTensor
+from fullshard.checkpoint.format import PROOF
 from fullshard.checkpoint.load import RangeReader
 from fullshard.errors import CheckpointError
 
@@ -17,9 +15,7 @@ class OwnCheckpoint(RangeReader):
     def __init__(self, folder: Path) -> None:
         """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
         super().__init__(folder)
-        self.weights: dict[str, StoredTensor] = {
-            name: stored for (name, kind), stored in self._stored.items() if kind == "weight"
-        }
+        self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
 
     def whole(self, name: str) -> torch.Tensor:
         """The whole weight ``name`` in its full shape, in its stored dtype (fp32)."""
@@ -27,15 +23,13 @@ class OwnCheckpoint(RangeReader):
 
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
-        if not (self.folder / PROOF).is_file():
-            raise CheckpointError(
-                f"{self.folder} has no {PROOF}, so a merge of it cannot be proven.", "Use another step, or train again."
-            )
+        place = self.folder / PROOF
+        if not place.is_file():
+            message = f"{self.folder} has no {PROOF}, so a merge of it cannot be proven."
+            raise CheckpointError(message, "Use another step, or train again.")
         file = self.open_file(PROOF)
         tokens, logits = file.get_tensor("tokens"), file.get_tensor("logits").float()
         if tokens.ndim != 2 or logits.ndim != 2 or tokens.shape != (1, logits.shape[0]):
-            raise CheckpointError(
-                f"{self.folder / PROOF}: tokens {tuple(tokens.shape)} do not fit logits {tuple(logits.shape)}.",
-                "Use another step.",
-            )
+            message = f"{place}: tokens {tuple(tokens.shape)} do not fit logits {tuple(logits.shape)}."
+            raise CheckpointError(message, "Use another step.")
         return tokens, logits

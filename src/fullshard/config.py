@@ -11,7 +11,7 @@ import os
 import re
 import reprlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -163,8 +163,10 @@ class TrainSection(Section):
         default=0.05, ge=0, description="Warm-up: a share of all steps below 1, else a number of steps."
     )
     clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
-    recompute: Literal["auto", "on", "off"] = Field(
-        default="auto", description="Recompute activations in backward. auto: only where memory needs it."
+    recompute: Literal["auto", "none", "blocks"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Activations recomputed in backward: of none, of all blocks (also: off, on), of the first N blocks,"
+        " or auto: of all, where memory needs it.",
     )
     eval_every: int | None = Field(
         default=None, ge=1, description="Steps between evaluations. Default: at each epoch's end."
@@ -173,6 +175,9 @@ class TrainSection(Section):
         default=None, ge=1, description="Steps between checkpoints. Default: at each epoch's end."
     )
     keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
+    trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
+        default_factory=list, description="Where metrics go besides the run's metrics.jsonl."
+    )
     router_loss: bool = Field(
         default=False,
         description="Mixtures of experts: add the family's router loss. It depends on how rows are split.",
@@ -189,8 +194,9 @@ class TrainSection(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _yaml_switch(cls, value: object) -> object:
-        """YAML reads a bare ``on`` or ``off`` as a truth value."""
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        """The older words; YAML reads a bare ``on`` or ``off`` as a truth value."""
+        words = {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}
+        return words.get(str(value), value)
 
 
 class RunConfig(Section):

@@ -40,7 +40,7 @@ def test_yaml_reads_on_as_a_truth_value_and_overrides_apply(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model: {path: m}\ndata: {train: d}\ntrain: {recompute: on}\noutput: run\n", encoding="utf-8")
     config = load_config(path, ["train.epochs=3", "output=other"])
-    assert config.train.recompute == "on" and config.train.epochs == 3 and config.output == "other"
+    assert config.train.recompute == "blocks" and config.train.epochs == 3 and config.output == "other"
     with pytest.raises(ConfigError, match="not an override"):
         load_config(path, ["train.epochs"])
 

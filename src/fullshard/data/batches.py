@@ -21,7 +21,7 @@ class Batch:
     position_ids: torch.Tensor  # restart at 0 in each row; 0 on pads
     attention_mask: torch.Tensor  # 1 on real tokens, 0 on pads
     document_ids: torch.Tensor  # 0, 1, ... for the rows of a sequence; -1 on pads
-    lengths: list[list[int]]  # of each sequence's documents, its pads counted as one more, so that they sum to S
+    lengths: list[list[int]]  # of each sequence's documents
     rows: tuple[int, ...]  # row ids in order; empty for a fill batch
 
 
@@ -31,8 +31,7 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
     What is padding is known by length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch,
     the first tokens (at most 8) of row 0 with every label -100.
     """
-    is_fill = not sequences
-    if is_fill:
+    if not sequences:
         ids, supervised = data.row(0)
         content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
     else:
@@ -57,6 +56,5 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
             document_ids[place, start:stop] = number
             start = stop
     lengths = [[len(ids) for ids, _ in rows] for rows in content]
-    lengths = [[*row, size - sum(row)] if sum(row) < size else row for row in lengths]
-    rows = () if is_fill else tuple(row for sequence in sequences for row in sequence)
+    rows = tuple(row for sequence in sequences for row in sequence)
     return Batch(input_ids, labels, position_ids, attention_mask, document_ids, lengths, rows)

@@ -31,24 +31,15 @@ class Documents:
 
 
 def attend(
-    module: nn.Module,
-    query_BHSD: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSD: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    documents: Documents | None = None,
-    **unused: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    documents: Documents | None = None, **unused: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention within each document; without ``documents`` each sequence is one. Returns (B, S, H, D).
 
     Key and value may have fewer heads. ``sliding_window``: a token sees so many, itself included. ``softcap`` (gemma2)
-    and
-    ``s_aux`` (gpt_oss's sinks, one logit a head) have no fused kernel and are computed document by document.
+    and ``s_aux`` (gpt_oss's sinks, one logit a head) have no fused kernel and are computed document by document.
     """
     batch, _, size, _ = query_BHSD.shape
     if documents is None:
@@ -61,10 +52,10 @@ def attend(
         return _by_kernel(kernel, query_BHSD, key_BHSD, value_BHSD, scaling, sliding_window, documents), None
     rows = []
     for row, lengths in enumerate(documents.lengths):
-        parts, start = [], 0
-        for length in lengths:
-            place = (slice(row, row + 1), slice(None), slice(start, start + length))
-            inner = (query_BHSD[place], key_BHSD[place], value_BHSD[place])
+        # split, not slices: its backward joins the pieces once instead of adding each to a whole of zeros
+        pieces = [whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)]
+        parts = []
+        for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
             if plain:
                 band = _band(length, sliding_window, query_BHSD.device)
                 part = functional.scaled_dot_product_attention(
@@ -73,7 +64,6 @@ def attend(
             else:
                 part = _eager(*inner, scaling, dropout, sliding_window, softcap, s_aux)
             parts.append(part)
-            start += length
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     whole = rows[0] if batch == 1 else torch.cat(rows)
     return whole.transpose(1, 2).contiguous(), None
@@ -88,15 +78,9 @@ def _band(length: int, sliding_window: int | None, device: torch.device) -> torc
 
 
 def _eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, dropout: float,
+    sliding_window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """One document's attention written out, with soft-capped scores or a sink beside them."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -114,14 +98,9 @@ def _eager(
 
 
 def _by_kernel(
-    kernel: Any,
-    query_BHSD: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSD: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    documents: Documents,
-) -> torch.Tensor:
+    kernel: Any, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, scaling: float | None,
+    sliding_window: int | None, documents: Documents,
+) -> torch.Tensor:  # fmt: skip
     """All documents in one call of torch's variable-length kernel, which takes tokens end to end: (B S, H, D)."""
     lengths = [length for row in documents.lengths for length in row]
     borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()

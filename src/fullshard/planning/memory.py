@@ -39,7 +39,7 @@ class Job:
     precision: str  # a mode of train/precision.py
     micro_tokens: int  # padded area, rows x longest, of one micro-batch on one rank
     longest: int  # tokens of the longest row
-    recompute: bool
+    recompute: bool | int  # how many of the first blocks; True: all
     accumulates: bool  # more than one micro-batch a step
     adapters: int  # adapter parameters, 0 for full
     adapted_inputs: int  # input features of a block's layers under DoRA, else 0
@@ -50,6 +50,10 @@ class Job:
     def compute_bytes(self) -> int:
         """Bytes of a number in products."""
         return precision_of(self.precision).compute.itemsize
+
+    def recomputed(self, num_blocks: int) -> int:
+        """How many of the model's blocks are recomputed."""
+        return num_blocks if self.recompute is True else min(int(self.recompute), num_blocks)
 
 
 @dataclass(frozen=True)
@@ -136,16 +140,14 @@ def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
 
     each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
-    if job.recompute:
-        inputs = job.compute_bytes * shape.hidden_size
-        kept = f"{tokens:,} tokens x {layers} blocks x {inputs:,}"
-        lines = [
-            Line("block inputs", tokens * layers * inputs, kept, "backward"),
-            Line("recomputed block", tokens * each, f"{tokens:,} tokens x {each:,}", "block"),
-        ]
-    else:
-        kept = f"{tokens:,} tokens x {layers} blocks x {each:,}"
-        lines = [Line("activations", tokens * layers * each, kept, "backward")]
+    again, inputs, lines = job.recomputed(layers), job.compute_bytes * shape.hidden_size, []
+    if again:
+        kept = f"{tokens:,} tokens x {again} blocks x {inputs:,}"
+        lines.append(Line("block inputs", tokens * again * inputs, kept, "backward"))
+        lines.append(Line("recomputed block", tokens * each, f"{tokens:,} tokens x {each:,}", "block"))
+    if again < layers:
+        kept = f"{tokens:,} tokens x {layers - again} blocks x {each:,}"
+        lines.append(Line("activations", tokens * (layers - again) * each, kept, "backward"))
     chunk = min(max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size)), tokens)  # positions at once, as the loss cuts them
     logits = chunk * shape.vocab_size * LOGIT_BYTES
     return [

@@ -22,7 +22,7 @@ class Plan:
     device: str  # cpu | cuda | npu
     precision: str  # a mode of train/precision.py
     micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
-    recompute: bool
+    recompute: bool | int  # how many of the first blocks; True: all
     lines: tuple[Line, ...]
     moments: dict[str, int]  # peak of load, train, eval, save, merge
     peak_bytes: int  # the largest moment of the ranks (merge runs afterwards, alone)
@@ -46,6 +46,7 @@ class Plan:
         counted = "assumed" if self.is_assumed else "estimated from file sizes" if self.is_estimate else "counted"
         unchecked = " (from the card's facts; not checked against a measured run)" if self.card else ""
         kept = f"{self.precision}, activations {'recomputed' if self.recompute else 'kept'}"
+        kept += f" in {self.recompute} blocks" if self.recompute > 1 else ""
         micro_batch = f"micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}"
         width = max(len(line.cause) for line in self.lines)
         lines = [

@@ -154,7 +154,8 @@ def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
 
 def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice]:
     longest, adapters, is_lora = longest_row(config, facts), facts.adapters, config.method == "lora"
-    recomputes = {"auto": (False, True), "on": (True,), "off": (False,)}[config.train.recompute]
+    asked = config.train.recompute
+    recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(asked, (asked,))
     for recompute, micro_batch in itertools.product(recomputes, _micro_batches(config, num_ranks, facts)):
         count, unit = micro_batch
         job = Job(
@@ -218,7 +219,7 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, 
     may_use_bf16 = facts.machine.rates.bf16 and choose_precision(config, facts.machine) == "fp32"
     changes: list[tuple[Any, dict[str, Any]]] = [
         (config.train.micro_batch is not None, {"train.micro_batch": None}),
-        (config.train.recompute == "off", {"train.recompute": "auto"}),
+        (config.train.recompute == "none", {"train.recompute": "auto"}),
         (on_cpu and num_ranks > 1, {"ranks": 1}),
         (not on_cpu and may_use_bf16, {"train.precision": "bf16"}),
         (longest // 2 >= 64, {"data.max_length": longest // 2, "data.too_long": "drop"}),

@@ -53,12 +53,13 @@ class StepWork:
 @functools.cache
 def measure_rates(kind: str, cores: int) -> Rates:
     """Time one product in fp32 and bf16, on one thread or one device. Under half a second on a CPU; cached."""
-    bf16 = _timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
-    fp16 = 0.0 if bf16 else _timed_product(torch.float16, kind)
-    return Rates(_timed_product(torch.float32, kind), bf16, cores if kind == "cpu" else 1, fp16)
+    bf16 = timed_product(torch.bfloat16, kind) if supports_bf16() else 0.0
+    fp16 = 0.0 if bf16 else timed_product(torch.float16, kind)
+    return Rates(timed_product(torch.float32, kind), bf16, cores if kind == "cpu" else 1, fp16)
 
 
-def _timed_product(dtype: torch.dtype, kind: str) -> float:
+def timed_product(dtype: torch.dtype, kind: str) -> float:
+    """Operations per second of one matrix product on one thread or device."""
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
     left = torch.ones(rows, inner, dtype=dtype, device=kind)
     right = torch.ones(inner, columns, dtype=dtype, device=kind)
@@ -66,10 +67,10 @@ def _timed_product(dtype: torch.dtype, kind: str) -> float:
     return 2 * rows * inner * columns / min(timer.blocked_autorange(min_run_time=0.05).times)
 
 
-def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: bool) -> float:
-    """Operations of one rank over the whole run, evaluation included."""
+def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: float) -> float:
+    """Operations of one rank over the whole run, evaluation included. ``recompute``: share of the blocks."""
     is_full, layers = method == "full", shape.num_layers * shape.attention_width * work.mean_length
-    weights, scores = (6 if is_full else 4) + (2 if recompute else 0), 12 + (4 if recompute else 0)
+    weights, scores = (6 if is_full else 4) + 2 * recompute, 12 + 4 * recompute
     training = work.padded_tokens * (weights * shape.active_block_matrices + scores * layers)
     head = work.supervised_tokens * (6 if is_full else 4) * shape.head_matrix
     return training + head + work.evaluated_tokens * (2 * shape.active_block_matrices + 4 * layers)
@@ -96,7 +97,7 @@ def run_seconds(shape: ModelShape, work: StepWork, job: Job, rates: Rates, link:
     """(low, high) seconds of a run: start, compute, wire, optimizer and the final save. ``link``: ``wire_seconds``."""
     is_full, ranks = job.method == "full", job.num_ranks
     trained = shape.parameters if is_full else job.adapters
-    flops = training_flops(shape, work, job.method, job.recompute)
+    flops = training_flops(shape, work, job.method, job.recomputed(shape.num_layers) / shape.num_layers)
     touched = 28 * trained * work.num_steps / (ranks if is_full else 1)  # bytes that the optimizer reads and writes
     moved = 4 * shape.parameters + 12 * trained  # read the base, write the last checkpoint
     wire = wire_seconds(shape, work, job.method, job.compute_bytes, ranks, link)

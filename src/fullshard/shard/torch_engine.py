@@ -7,6 +7,7 @@ the root is resharded after a forward without gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,23 +26,16 @@ class TorchShardedModel:
     """A ``ShardedModel`` over ``fully_shard``; Shard(0) only, so that each rank's rows are one contiguous range."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: list[list[nn.Module]],
-        replicated: set[nn.Parameter],
-        mesh: DeviceMesh,
+        self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,
         precision: Precision,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.module = model
         self._mesh = mesh
         self._num_ranks = mesh.size()
         self._rank = mesh.get_local_rank()
         self._prefix = getattr(model, "name_prefix", "")
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
-        whole = set(replicated)
-        for parameter in model.parameters():
-            if parameter.dim() == 0:
-                whole.add(parameter)
+        whole = replicated | {parameter for parameter in model.parameters() if parameter.dim() == 0}
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
         policy = MixedPrecisionPolicy(
             param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
@@ -49,13 +43,10 @@ class TorchShardedModel:
         for unit in units:
             # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
             keep = len(unit) > 1
-            fully_shard(
-                unit if keep else unit[0],
-                mesh=mesh,
-                mp_policy=policy,
-                reshard_after_forward=not keep,
-                ignored_params=whole,
-            )
+            modules = unit if keep else unit[0]
+            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep, ignored_params=whole)
+            if isinstance(unit[0], nn.Embedding) and not keep:
+                unit[0].set_unshard_in_backward(False)  # its gradient needs no weights
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -111,17 +102,10 @@ class TorchShardedModel:
 
     def _first_element(self, shape: tuple[int, ...]) -> int:
         rows_per_rank = -(-shape[0] // self._num_ranks)
-        row_elements = 1
-        for size in shape[1:]:
-            row_elements *= size
-        return min(self._rank * rows_per_rank, shape[0]) * row_elements
+        return min(self._rank * rows_per_rank, shape[0]) * math.prod(shape[1:])
 
     def _sum_replicated(self) -> None:
-        parameters = [
-            parameter
-            for name, parameter in self._named_parameters()
-            if name in self._replicated and parameter.requires_grad
-        ]
+        parameters = [p for name, p in self._named_parameters() if name in self._replicated and p.requires_grad]
         if not parameters or self._num_ranks == 1:
             return
         # A parameter that this rank did not use still takes part, with zeros: the same collective on every rank.
@@ -130,7 +114,6 @@ class TorchShardedModel:
                 parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([parameter.grad.reshape(-1).float() for parameter in parameters])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._mesh.get_group())
-        position = 0
-        for parameter in parameters:
-            parameter.grad.copy_(flat[position : position + parameter.numel()].view_as(parameter))
-            position += parameter.numel()
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad.copy_(part.view_as(parameter))

@@ -18,23 +18,21 @@ from fullshard.model.attention import Documents
 def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
     """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
     packed = bool((batch.document_ids.diff(dim=1).masked_fill(batch.document_ids[:, 1:] < 0, 0) != 0).any())
-    positions = batch.position_ids.to(device) if packed else None
-    documents = Documents(batch.lengths) if packed and loss_model.attends_by_document else None
-    real = batch.attention_mask.to(device)
-    return loss_model(batch.input_ids.to(device), batch.labels.to(device), positions, real_BS=real, documents=documents)
+    tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
+    documents = None
+    if packed and loss_model.attends_by_document:  # one sequence without any pad
+        real = batch.attention_mask.bool()
+        tensors = [tensor[real][None] for tensor in tensors]
+        documents = Documents([[length for row in batch.lengths for length in row]])
+    input_ids, labels, position_ids, mask = (tensor.to(device) for tensor in tensors)
+    return loss_model(input_ids, labels, position_ids if packed else None, real_BS=mask, documents=documents)
 
 
 def held_out_loss(
-    loss_model: nn.Module,
-    data: PreparedData,
-    micro_batch: tuple[int, str],
-    pad_id: int,
-    device: torch.device,
-    rank: int = 0,
-    num_ranks: int = 1,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    loss_model: nn.Module, data: PreparedData, micro_batch: tuple[int, str], pad_id: int, device: torch.device,
+    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
     rows: Sequence[int] | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Loss per supervised token over ``rows`` (default: all), each row exactly once. A collective call on all ranks."""
     window = np.arange(len(data)) if rows is None else np.asarray(rows)
     num_tokens = int(data.supervised[window].sum())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -19,12 +22,13 @@ from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, TrainError
 from fullshard.model.adapters import adapter_settings
+from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, write_json
 from fullshard.train.held_out import batch_loss, held_out_loss
-from fullshard.train.metrics import MetricsLog
+from fullshard.train.metrics import MetricsLog, require_trackers
 from fullshard.train.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -36,10 +40,13 @@ from fullshard.train.optimizer import (
     take_step,
 )
 from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
+from fullshard.train.recompute import GradientReach
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, build_sharded, check_loss_path, check_packing
 
 RESULT = "result.json"
 PROOF_TOKENS = 16
+SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
+ROWS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ def run_rank(
     held_out = open_prepared(run / PREPARED, "eval") if has_eval else None
     steps = windows_of_run(data.lengths, config.train)
     lock = claim_run(run) if ranks.is_first else None
-    log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet)
+    require_trackers(config.train.trackers)
+    trackers = config.train.trackers if ranks.is_first else []
+    log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet, trackers)
     try:
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
         first_step = trainer.resume(resume_step) if resume_step else 0
@@ -79,11 +88,13 @@ def run_rank(
         if ranks.is_first:
             seconds = time.perf_counter() - started
             speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
-            result = TrainResult(
-                run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, speed, peak
-            )
+            losses = (trainer.last_loss, trainer.last_eval, first_eval)
+            result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
+            ending += f", {trainer.scale.skipped} skipped" if trainer.scale.skipped else ""
+            if trainer.planned_bytes:
+                ending += f"; peak {peak / 1e9:.2f} GB a rank, planned {trainer.planned_bytes / 1e9:.2f} GB"
             log.say(f"trained {len(steps)} steps in {seconds:.0f} s: loss {trainer.last_loss:.4f}{ending}")
         ranks.barrier()  # the result is there for whoever returns from here
     finally:
@@ -96,16 +107,9 @@ class Trainer:
     """One run on one rank: the sharded model, its optimizer and its place in the data."""
 
     def __init__(
-        self,
-        run: Path,
-        config: RunConfig,
-        plan: dict[str, Any],
-        ranks: Ranks,
-        data: PreparedData,
-        held_out: PreparedData | None,
-        steps: list[tuple[int, np.ndarray]],
-        log: MetricsLog,
-    ) -> None:
+        self, run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, data: PreparedData,
+        held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog,
+    ) -> None:  # fmt: skip
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log = steps, log
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
@@ -114,7 +118,7 @@ class Trainer:
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
         self.built: Built = build_sharded(
-            config, ranks, self.precision, bool(plan["recompute"]), added_ids(tokenizer, config.model.add_tokens)
+            config, ranks, self.precision, plan["recompute"], added_ids(tokenizer, config.model.add_tokens)
         )
         self.sharded = self.built.sharded
         self.optimizer = build_optimizer(config, self.sharded)
@@ -122,11 +126,13 @@ class Trainer:
         self.scale = LossScale(self.precision.loss_scale)
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
+        self.planned_bytes = plan.get("moments", {}).get("train")
+        self.losses: list[float] = []
+        self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         log.say(
             f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
             f"({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
         )
-
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)
@@ -139,6 +145,11 @@ class Trainer:
             rows = [self.data.row(row % len(self.data))[0][: LOSS_CHECK_TOKENS // 2].tolist() for row in (0, 1)]
             self.log.say(check_packing(self.built, rows, self.precision, self.ranks.device))
         self._trial_step()
+        rate = timed_product(self.precision.compute, self.ranks.device.type)
+        rate *= torch.get_num_threads() if self.ranks.device.type == "cpu" else 1
+        self.flops_per_second = sum(self.ranks.gather_objects(rate))
+        ranks, speed = counted(self.ranks.num_ranks, "rank"), self.flops_per_second / 1e12
+        self.log.say(f"a matrix product, timed on {ranks} at once: {speed:.3g} TFLOP/s, what shares of peak refer to")
 
     def _trial_step(self) -> None:
         """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
@@ -152,9 +163,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
-        self.log.say(
-            f"trial step on the longest rows ({int(self.data.lengths.max())} tokens): peak {peak / 1e9:.2f} GB a rank"
-        )
+        longest = f"trial step on the longest rows ({int(self.data.lengths.max())} tokens)"
+        self.log.say(f"{longest}: peak {peak / 1e9:.2f} GB a rank")
 
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
@@ -188,8 +198,8 @@ class Trainer:
             )
         if num_supervised == 0:
             self.scale.skipped += 1
-            self.log.record("skipped", step=number, epoch=epoch, rows=len(window))
-            return
+            self.log.say(f"skipped step {number}: nothing in its {counted(len(window), 'row')} is supervised")
+            return self.log.record("skipped", step=number, epoch=epoch, rows=len(window), **self.scale.metrics)
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         for index, micro in enumerate(layout):
             rows = micro[ranks.rank]
@@ -201,8 +211,18 @@ class Trainer:
             loss_sum += loss.detach()
         loss_value = float(ranks.sum(loss_sum))
         shards = self.sharded.shards()
+        if self.reach is not None:
+            self.log.say(self.reach.report(shards, ranks))
+            self.reach = None
         norm = gradient_norm(self.sharded, shards, ranks, self.scale.value)
-        problem = require_finite(shards, norm, loss_value, number, ranks, self.scale)
+        try:
+            problem = require_finite(shards, norm, loss_value, number, ranks, self.scale)
+        except TrainError:
+            self._keep_state_before(number, window, f"loss {loss_value}, gradient norm {norm}")
+            raise
+        if len(self.losses) >= 8 and loss_value > SPIKE * statistics.median(self.losses[-SPIKE_STEPS:]):
+            self._keep_state_before(number, window, f"loss {loss_value:.4f}, a spike", aside=True)
+        self.losses.append(loss_value)
         if problem:  # fp16 only: the weights, the optimizer and the schedule stay where they are
             self.optimizer.zero_grad(set_to_none=True)
             self.log.say(problem)
@@ -223,10 +243,13 @@ class Trainer:
         self.tokens_done += num_tokens
         self.step_seconds += seconds
         self.peak_bytes = peak_memory_bytes(device)
+        work = (6 if self.config.method == "full" else 4) * self.built.num_parameters * num_tokens
         self.log.step(
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
             row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
-            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes, **self.scale.metrics,
+            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
+            planned_bytes=self.planned_bytes, share_of_peak=work / seconds / self.flops_per_second,
+            **self.scale.metrics,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> float:
@@ -242,6 +265,26 @@ class Trainer:
         self.log.say(f"step {step}: held-out loss {loss:.4f} over {len(self.held_out)} rows")
         return loss
 
+    def _keep_state_before(self, number: int, window: np.ndarray, what: str, aside: bool = False) -> None:
+        """Say which rows step ``number`` saw and save the state before it, which is still ours; a collective call.
+
+        ``aside``: training goes on, so the checkpoint is also put where later ones do not replace it.
+        """
+        places = [f"{row} ({self.data.origin(int(row))})" for row in window]
+        self.log.record("bad_step", step=number, what=what, rows=places)
+        more = f" and {len(places) - ROWS_SHOWN} more, in {METRICS}" if len(places) > ROWS_SHOWN else ""
+        self.log.say(f"step {number}: {what}. Its rows: {', '.join(places[:ROWS_SHOWN])}{more}")
+        if not aside:
+            self.optimizer.zero_grad(set_to_none=True)
+        if number == 1:
+            return self.log.say("the state before it is the start: the base model and new adapters")
+        kept, held = checkpoint_path(self.run, number - 1), self.run / f"before_step_{number:06d}"
+        if not kept.is_dir():
+            self.save(number - 1)
+        if aside and self.ranks.is_first:
+            shutil.copytree(kept, held, copy_function=os.link, dirs_exist_ok=True)
+        self.log.say(f"the state before it is kept in {held if aside else kept}")
+
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``, with the logits by which a merge is proven."""
         tokens = self._first_tokens(PROOF_TOKENS)
@@ -256,15 +299,10 @@ class Trainer:
         trainer["add_tokens"] = self.config.model.add_tokens
         if self.config.method == "lora":
             trainer["adapter"] = adapter_settings(self.config.lora)
-        facts = {
-            "method": self.config.method,
-            "base_model": str(Path(self.config.model.path).resolve()),
-            "trainer": trainer,
-        }
+        base, keep_last = str(Path(self.config.model.path).resolve()), self.config.train.keep_last
+        facts = {"method": self.config.method, "base_model": base, "trainer": trainer}
         proof = {"tokens": tokens, "logits": logits}
-        folder = save_checkpoint(
-            self.run, step, self.sharded, self.moments, self.ranks, facts, proof, self.config.train.keep_last
-        )
+        folder = save_checkpoint(self.run, step, self.sharded, self.moments, self.ranks, facts, proof, keep_last)
         self.log.record("checkpoint", step=step, path=str(folder))
 
     def resume(self, step: int) -> int:
@@ -279,10 +317,8 @@ class Trainer:
             message = f"The run was planned for {found[0]} steps and has done {found[1]} (epoch, its windows);"
             raise ConfigError(f"{message} the recipe means {wanted}.", "Resume with the run's own recipe.")
         if manifest.trainer["data_hash"] != self.data.hash:
-            raise CheckpointError(
-                f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on.",
-                "Prepare the same files again, or start a new run.",
-            )
+            message = f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on."
+            raise CheckpointError(message, "Prepare the same files again, or start a new run.")
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
         return step
 

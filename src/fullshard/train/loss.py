@@ -8,12 +8,12 @@ Only supervised positions go through the head, in chunks, so that full logits (B
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import ConfigError
 from fullshard.model.attention import BY_DOCUMENT, Documents
@@ -43,21 +43,16 @@ class LossModel(nn.Module):
         return self.causal_lm.config._attn_implementation == BY_DOCUMENT
 
     def forward(
-        self,
-        input_ids_BS: torch.Tensor,
-        labels_BS: torch.Tensor | None,
-        position_ids_BS: torch.Tensor | None = None,
-        attention_mask_BS: torch.Tensor | None = None,
-        own_logits: bool = False,
-        real_BS: torch.Tensor | None = None,
+        self, input_ids_BS: torch.Tensor, labels_BS: torch.Tensor | None, position_ids_BS: torch.Tensor | None = None,
+        attention_mask_BS: torch.Tensor | None = None, own_logits: bool = False, real_BS: torch.Tensor | None = None,
         documents: Documents | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Sum over supervised positions of the token losses (natural log, fp32 scalar).
 
         ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS``
         only for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions
-        under causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32, by our path or (``own_logits``)
-        the model's.
+        under causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32. ``own_logits``: the model's own
+        logits, or its own loss, which takes every token for supervised.
         ``documents`` says where they lie, for models that attend by document.
         ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the
         supervised positions.
@@ -72,6 +67,8 @@ class LossModel(nn.Module):
         routed = self._router_loss is not None and self.training and labels_BS is not None
         if routed:
             arguments["output_router_logits"] = True
+        if own_logits and labels_BS is not None:
+            return self.causal_lm(**arguments, labels=input_ids_BS).loss * (labels_BS != -100).sum()
         if own_logits or self.uses_own_logits:
             output = self.causal_lm(**arguments)
             logits_BSV = output.logits.float()
@@ -85,12 +82,15 @@ class LossModel(nn.Module):
         if labels_BS is None:
             return self._finish(head(hidden_BSH))
         hidden_NH, labels_N = select_supervised(hidden_BSH, labels_BS)
-        chunks = list(zip(hidden_NH.split(self.chunk_rows), labels_N.split(self.chunk_rows), strict=True))
+        first_CH, *rest = hidden_NH.split(self.chunk_rows)
         # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the
-        # other chunks use its plain forward and are recomputed in backward, while its weights are still gathered.
-        loss = self._chunk_loss(head, *chunks[0])
-        for hidden_CH, labels_C in chunks[1:]:
-            loss = loss + checkpoint(self._chunk_loss, head.forward, hidden_CH, labels_C, use_reentrant=False)
+        # other chunks use its plain forward while its weights are gathered.
+        loss = _TokenLoss.apply(self._finish(head(first_CH)), labels_N[: len(first_CH)])
+        if rest:
+            trained = [weight for weight in head.parameters() if weight.requires_grad]
+            place, wanted = slice(len(first_CH), None), torch.is_grad_enabled()
+            forward, cut = lambda hidden_CH: self._finish(head.forward(hidden_CH)), (self.chunk_rows, wanted)
+            loss = loss + _HeadLoss.apply(forward, cut, labels_N[place], hidden_NH[place], *trained)
         return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
 
     @property
@@ -105,9 +105,6 @@ class LossModel(nn.Module):
         loss = self._router_loss(output.router_logits, model.num_experts, model.num_experts_per_tok, real_BS)
         return model.router_aux_loss_coef * loss * (labels_BS != -100).sum()
 
-    def _chunk_loss(self, head: Any, hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self._finish(head(hidden_CH)), labels_C, reduction="sum")
-
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         """The family's own rule between head and loss, by config field; fp32 from here on."""
         config = self.causal_lm.config.get_text_config()
@@ -120,6 +117,59 @@ class LossModel(nn.Module):
             cap = config.final_logit_softcapping
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+
+def loss_and_gradient(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    """The summed loss; turns fp32 ``logits_CV`` into its gradient (softmax minus one-hot, 0 where unsupervised)."""
+    used_C1 = (labels_C != -100).to(logits_CV.dtype)[:, None]
+    labels_C1 = labels_C.clamp_min(0)[:, None]
+    logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+    own_C1 = logits_CV.gather(1, labels_C1)
+    sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
+    logits_CV.mul_(used_C1 / sums_C1).scatter_add_(1, labels_C1, -used_C1)
+    return ((sums_C1.log() - own_C1) * used_C1).sum()
+
+
+class _TokenLoss(torch.autograd.Function):
+    """Summed cross-entropy that writes its gradient over the logits: one copy of them, ever."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        ctx.gradient_CV = logits_CV.detach()
+        return loss_and_gradient(ctx.gradient_CV, labels_C)
+
+    @staticmethod
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.gradient_CV.mul_(outer), None
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Head and cross-entropy chunk by chunk, forward and backward together: logits of one chunk exist at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: Callable[[torch.Tensor], torch.Tensor], cut: tuple[int, bool], labels_N: torch.Tensor,
+        hidden_NH: torch.Tensor, *weights: nn.Parameter,
+    ) -> torch.Tensor:  # fmt: skip
+        (rows, wanted), loss, hidden_gradients, weight_gradients = cut, 0.0, [], []
+        for hidden_CH, labels_C in zip(hidden_NH.detach().split(rows), labels_N.split(rows), strict=True):
+            with torch.set_grad_enabled(wanted):
+                hidden_CH.requires_grad_(wanted)
+                logits_CV = head(hidden_CH)
+            gradient_CV = logits_CV.detach()
+            loss = loss + loss_and_gradient(gradient_CV, labels_C)
+            if wanted:
+                hidden, *own = torch.autograd.grad(logits_CV, (hidden_CH, *weights), gradient_CV)
+                hidden_gradients.append(hidden)
+                for total, gradient in zip(weight_gradients, own, strict=False):
+                    total.add_(gradient)
+                weight_gradients = weight_gradients or own
+        ctx.gradients = [torch.cat(hidden_gradients), *weight_gradients] if wanted else []
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, *(gradient.mul_(outer) for gradient in ctx.gradients)
 
 
 def find_router_loss(causal_lm: nn.Module) -> Any:

@@ -1,22 +1,65 @@
-"""What a run writes down and shows: metrics.jsonl and the progress line. Rank 0 only."""
+"""What a run writes down and shows: metrics.jsonl, trackers and the progress line. Rank 0 only."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fullshard.errors import ConfigError
+
+Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # (values, step), and the end
 LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal can redraw a bar
+
+
+def to_tensorboard(run: Path) -> Tracker:
+    """Event files in the run folder: tensorboard --logdir RUN."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(run / "tensorboard")
+    return lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()], writer.close
+
+
+def to_wandb(run: Path) -> Tracker:
+    """A run of Weights & Biases, project fullshard; its own settings say where (WANDB_MODE=offline: the run folder)."""
+    import wandb
+
+    tracked = wandb.init(project="fullshard", name=run.name, dir=run)
+    return lambda values, step: tracked.log(values, step=step), tracked.finish
+
+
+def to_swanlab(run: Path) -> Tracker:
+    """An experiment of SwanLab, project fullshard; its own settings say where (SWANLAB_MODE=local: the run folder)."""
+    import swanlab
+
+    swanlab.init(project="fullshard", experiment_name=run.name, logdir=str(run / "swanlab"))
+    return lambda values, step: swanlab.log(values, step=step), swanlab.finish
+
+
+TRACKERS = {"tensorboard": to_tensorboard, "wandb": to_wandb, "swanlab": to_swanlab}
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """ConfigError where a tracker's package is not installed."""
+    for name in names:
+        if util.find_spec(name) is None:
+            hint = f"pip install {name} (or fullshard[trackers]), or leave it out of train.trackers"
+            raise ConfigError(f"train.trackers: {name} is not installed.", hint)
 
 
 class MetricsLog:
     """Appends one JSON object a line to metrics.jsonl and keeps the progress bar. Silent on every rank but the
     first."""
 
-    def __init__(self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool) -> None:
+    def __init__(
+        self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool, trackers: Sequence[str] = ()
+    ) -> None:
+        self._trackers = [TRACKERS[name](path.parent) for name in trackers]
         self._console = Console(quiet=quiet or not active)
         self._active = active
         self._num_steps = num_steps
@@ -41,7 +84,7 @@ class MetricsLog:
         self.record("train", **values)
         self._step_seconds += values["seconds"]
         state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
-        state += f"  {values['memory_bytes'] / 1e9:.1f} GB"
+        state += f"  {values['share_of_peak']:.0%} of peak  {values['memory_bytes'] / 1e9:.1f} GB"
         if "loss_scale" in values:
             state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
         if self._bar is not None:
@@ -58,9 +101,14 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, **values}) + "\n")
             self._file.flush()
+        shown = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        for log, _ in self._trackers:
+            log(shown, values["step"])
 
     def close(self) -> None:
-        """Stop the bar and close the file."""
+        """Stop the bar and close the file and the trackers."""
+        for _, finish in self._trackers:
+            finish()
         if self._bar is not None:
             self._bar.stop()
         if self._file is not None:

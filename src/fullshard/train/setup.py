@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.config import RunConfig
-from fullshard.errors import Blame, ConfigError, ModelError, TrainError
+from fullshard.errors import ConfigError, ModelError, TrainError
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units, is_tied
@@ -19,6 +19,7 @@ from fullshard.ranks import Ranks
 from fullshard.shard import ShardedModel, shard_model
 from fullshard.train.loss import LossModel
 from fullshard.train.precision import Precision, set_storage, storage_table
+from fullshard.train.recompute import recompute_blocks
 
 LOSS_CHECK_TOKENS = 64
 LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the largest logit
@@ -38,7 +39,7 @@ class Built:
 
 
 def build_sharded(
-    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool, new_ids: tuple[int, ...] = ()
+    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = ()
 ) -> Built:
     """Build on the meta device, add adapters, shard, load. A collective call on all ranks.
 
@@ -56,9 +57,7 @@ def build_sharded(
     if config.method == "lora":
         add_adapters(causal_lm, config.lora, trains_vocabulary=bool(new_ids))
     magnitudes = {place.module: place for place in adapter_places(causal_lm) if place.has_magnitude}
-    if recompute:
-        with Blame(ConfigError, "This model cannot recompute activations", "Set train.recompute=off"):
-            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputed = recompute_blocks(causal_lm, recompute)
     set_storage(causal_lm, precision)
     num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
     num_trainable = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
@@ -70,7 +69,8 @@ def build_sharded(
     _materialize(loss_model, ranks.device)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
-    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks), *loss_model.routing_note]
+    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
+    report += loss_model.routing_note + recomputed
     return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
 
 
@@ -137,24 +137,28 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
 
     A collective call. Returns the line for the log.
     """
-    built.loss_model.eval()
-    ours = built.loss_model(input_ids, None)
+    model = built.loss_model
+    labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
+    model.eval()
+    ours = model(input_ids, None)
     changed = torch.cat([input_ids[:, :-1], input_ids[:, -1:] ^ 1], 1)
-    ahead = (built.loss_model(changed, None) - ours)[:, :-1].abs().max() if input_ids.shape[1] > 1 else torch.zeros(())
-    own = built.loss_model(input_ids, None, own_logits=True)
-    built.loss_model.train()
+    ahead = (model(changed, None) - ours)[:, :-1].abs().max() if input_ids.shape[1] > 1 else torch.zeros(())
+    own = model(input_ids, None, own_logits=True)
+    loss, own_loss = float(model(input_ids, labels)), float(model(input_ids, labels, own_logits=True))
+    model.train()
     built.sharded.after_step()
-    largest = own.abs().max().clamp_min(1e-6)
+    largest, limit = own.abs().max().clamp_min(1e-6), LOSS_PATH_TOLERANCE[precision.compute]
     if float(ahead / largest) > LEAK_TOLERANCE[precision.compute]:
-        family = type(built.loss_model.causal_lm).__name__
+        family = type(model.causal_lm).__name__
         raise ModelError(f"{family} looks ahead: a later token changes earlier logits.", "A causal model is needed.")
     difference = float((ours - own).abs().max() / largest)
-    if difference <= LOSS_PATH_TOLERANCE[precision.compute]:
-        return f"loss path: equal to the model's own logits (largest relative difference {difference:.1e})"
-    built.loss_model.uses_own_logits = True
-    return (
-        f"loss path: the model's own logits, since ours differ by {difference:.1e} (full logits then exist in memory)"
-    )
+    of_loss = abs(loss / own_loss - 1) if input_ids.shape[1] > 1 else 0.0  # one token has no target
+    differs = f"logits by {difference:.1e}, loss by {of_loss:.1e}"
+    if difference <= limit and of_loss <= limit:
+        return f"loss path: equal to the model's own on {labels.shape[1]} tokens (relative difference: {differs})"
+    model.uses_own_logits = difference > limit
+    path = "the model's own logits are used, whole" if model.uses_own_logits else "cross-entropy of its logits is used"
+    return f"loss path: ours differs from the model's own ({differs}); {path}"
 
 
 @torch.no_grad()

@@ -1,0 +1,57 @@
+"""metrics.jsonl always; trackers through one function each, told of what is missing before any work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.train.metrics import TRACKERS, MetricsLog, require_trackers
+
+STEP = {"loss": 2.5, "tokens_per_second": 10.0, "share_of_peak": 0.5, "memory_bytes": 1, "seconds": 1.0, "note": "text"}
+
+
+def stand_in(name: str, calls: list) -> ModuleType:
+    """A wandb or swanlab that notes what it is asked for."""
+    module = ModuleType(name)
+    log = lambda values, step: calls.append((name, step, values))  # noqa: E731
+    finish = lambda: calls.append((name, "finish"))  # noqa: E731
+    module.init = lambda **settings: calls.append((name, "init", settings)) or SimpleNamespace(log=log, finish=finish)
+    module.log, module.finish = log, finish
+    return module
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_gets_every_number_of_a_record(tmp_path, monkeypatch, name):
+    calls: list = []
+    monkeypatch.setitem(sys.modules, name, stand_in(name, calls))
+    log = MetricsLog(tmp_path / "metrics.jsonl", 2, 0, True, True, [name])
+    log.step(step=1, **STEP)
+    log.record("eval", step=1, loss=3.0, rows=4)
+    log.close()
+    assert [call[1] for call in calls] == ["init", 1, 1, "finish"]
+    assert calls[0][2]["project"] == "fullshard"
+    assert calls[1][2]["train/loss"] == 2.5 and "train/note" not in calls[1][2]
+    assert calls[2][2]["eval/loss"] == 3.0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["train", "eval"]  # the file has everything, with or without trackers
+
+
+def test_tensorboard_writes_event_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = MetricsLog(tmp_path / "metrics.jsonl", 1, 0, True, True, ["tensorboard"])
+    log.step(step=1, **STEP)
+    log.close()
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_what_is_not_installed_is_said_with_the_command(monkeypatch):
+    for name in TRACKERS:
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError) as caught:
+            require_trackers([name])
+        assert name in caught.value.message and f"pip install {name}" in caught.value.hint
+    require_trackers([])

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -233,6 +233,11 @@ def prepare(
         str | None, typer.Option(help="Keep the prepared rows here. Default: keep nothing.", show_default=False)
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
+    audit: Annotated[bool, typer.Option("--audit", help="Also lengths, copies and overlap, and a page of them.")] = False,
+    page: Annotated[
+        str | None, typer.Option(help="The page of --audit. Default: OUTPUT/audit.html, or audit.html.")
+    ] = None,
+    lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of --audit.")] = "en",
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -240,7 +245,8 @@ def prepare(
     config = fullshard.load_config(recipe, overrides or ())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
-        result = fullshard.prepare_data(config, folder)
+        page_path = Path(page or Path(output or "") / "audit.html")
+        result = fullshard.audit_data(config, folder, page_path, lang) if audit else fullshard.prepare_data(config, folder)
         if json_output:
             _print_json(result)
             return
@@ -251,6 +257,12 @@ def prepare(
         print("\n".join(result["report"]))
         tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
         print("\n".join(preview(folder, "train", tokenizer, show)))
+        if audit:
+            from fullshard.report.data import audit_tables
+
+            for title, columns, rows in audit_tables(result, lang, limit=5):
+                _print_table(columns, rows, title)
+            print(f"Page: {page_path}")
 
 
 @app.command(rich_help_panel=MORE)
@@ -328,21 +340,27 @@ def _print_trained(result: Any, json_output: bool) -> None:
 
 def _print_answers(result: Any, count: int) -> None:
     """A table of the first answers: expected, the base's where there is one, the model's."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     rows = [[answer.prompt, answer.expected, answer.answer] for answer in result.answers[:count]]
     names = ["question", "expected", "answer"]
     if result.base:
         names.insert(2, "base answer")
         for row, answer in zip(rows, result.base.answers, strict=False):
             row.insert(2, answer.answer)
-    table = Table(*names, show_lines=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
     if rows:
-        Console().print(table)
+        _print_table(names, rows, show_lines=True)
+
+
+def _print_table(columns: list[str], rows: list[list[Any]], title: str | None = None, show_lines: bool = False) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_lines=show_lines)
+    for name, value in zip(columns, rows[0], strict=True):
+        table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(f"{value:,}" if isinstance(value, int) else str(value)) for value in row))
+    Console().print(table)
 
 
 def _print_json(value: Any) -> None:

@@ -5,7 +5,7 @@ MinHash: Broder 1997; bands: Indyk and Motwani 1998. About 100 bytes of memory a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import chain
 
@@ -17,17 +17,17 @@ BANDS, BAND_SIZE = 16, 5  # a pair at the threshold shares a band with probabili
 NEIGHBOURS = 32  # rows of the same band that a row is compared with
 COMMON_ROWS, COMMON_SHARE = 100, 0.5  # from so many rows on, a 5-gram in more than this share is template, not content
 SAMPLE_ROWS = 1000  # in which that share is measured
-CHUNK_TOKENS = 100_000
+WEIGHTS = 0x9E3779B97F4A7C15 ** np.arange(1, GRAM + 1, dtype=np.uint64)  # of a 5-gram's places; odd
+NONE = np.empty(0, np.uint64)
 Pair = tuple[int, int, float]  # a training row, the row that it repeats, their Jaccard index
-_Ids = Callable[[int], np.ndarray]  # token ids by row number, held-out rows first
 
 
 def find_copies(train: Sequence[np.ndarray], held_out: Sequence[np.ndarray] = ()) -> dict[str, list[Pair]]:
     """Copies among rows of int32 token ids; at most one pair a training row and kind.
 
-    Kinds: ``exact`` (of an earlier training row) and ``near`` (of a training row); ``exact_eval`` and ``near_eval`` (of
-    a held-out row). What is exact is not also near. Identical rows are always found, near ones with the probability
-    above; same rows, same answer. A row of fewer than 5 tokens is its own only 5-gram.
+    Kinds: ``exact`` (of an earlier training row), ``near`` (of a training row) and, with held-out rows, ``exact_eval``
+    and ``near_eval`` (of one of these). What is exact is not also near. Identical rows are always found, near ones
+    with the probability above; same rows, same answer. A row of fewer than 5 tokens is its own only 5-gram.
     """
     num_eval = len(held_out)
     hashes = (blake2b(ids.tobytes(), digest_size=8).digest() for ids in chain(held_out, train))
@@ -35,15 +35,16 @@ def find_copies(train: Sequence[np.ndarray], held_out: Sequence[np.ndarray] = ()
     originals, of_all = _first_equal(digests[num_eval:]), _first_equal(digests)
     in_eval = of_all[num_eval:]  # below num_eval where a held-out row is the same
     pool = np.unique(np.concatenate([of_all[:num_eval], originals + num_eval]))  # one row a content and side
-    within, across = _near(lambda n: held_out[n] if n < num_eval else train[n - num_eval], pool, num_eval)
+    within, across = _near(train, held_out, pool)
     repeated = np.flatnonzero(originals != np.arange(len(originals)))
     near_eval = np.flatnonzero(np.isin(originals, list(across)) & (in_eval >= num_eval))
-    return {
+    found = {
         "exact": [(int(row), int(originals[row]), 1.0) for row in repeated],
         "near": [(row, *within[row]) for row in sorted(within)],
         "exact_eval": [(int(row), int(in_eval[row]), 1.0) for row in np.flatnonzero(in_eval < num_eval)],
         "near_eval": [(int(row), *across[originals[row]]) for row in near_eval],
     }
+    return found if num_eval else {kind: found[kind] for kind in ("exact", "near")}
 
 
 def _first_equal(digests: np.ndarray) -> np.ndarray:
@@ -52,79 +53,60 @@ def _first_equal(digests: np.ndarray) -> np.ndarray:
     return first.astype(np.int32)[group]
 
 
-def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray | None = None) -> float:
+def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray = NONE) -> float:
     """Size of the intersection over size of the union of two rows' 5-gram sets, without the hashes in ``common``."""
-    first, second = (np.unique(_grams([ids], common)[0]) for ids in (one, other))
+    first, second = _grams(one, common), _grams(other, common)
     shared = len(np.intersect1d(first, second, assume_unique=True))
     return shared / (len(first) + len(second) - shared)
 
 
-def _near(ids: _Ids, pool: np.ndarray, num_eval: int) -> tuple[dict, dict]:
-    """Training row -> (near row, Jaccard index): within the training rows, and with held-out ones."""
-    common = _common_grams(ids, pool)
-    keys = _band_keys(ids, pool, common)
+def _near(train: Sequence[np.ndarray], held_out: Sequence[np.ndarray], pool: np.ndarray) -> tuple[dict, dict]:
+    """Training row -> (near row, Jaccard index): within the training rows, and with held-out ones.
+
+    ``pool``: the rows to compare, numbered with the held-out ones in front.
+    """
+    num_eval = len(held_out)
+
+    def ids_of(row: int) -> np.ndarray:
+        return held_out[row] if row < num_eval else train[row - num_eval]
+
+    common = NONE
+    if len(pool) >= COMMON_ROWS:  # the 5-grams of the template and of a system prompt
+        sample = pool[np.linspace(0, len(pool) - 1, min(SAMPLE_ROWS, len(pool))).astype(int)].tolist()
+        values, counts = np.unique(np.concatenate([_grams(ids_of(row)) for row in sample]), return_counts=True)
+        common = values[counts > COMMON_SHARE * len(sample)]
+    keys = np.empty((len(pool), BANDS), np.uint32)
+    factors = _mix(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)) | np.uint64(1)
+    for place, row in enumerate(pool.tolist()):
+        minima = (_grams(ids_of(row), common) * factors[:, None]).min(axis=1).reshape(BANDS, BAND_SIZE)
+        keys[place] = _mix(_mix(minima) @ factors[:BAND_SIZE]) >> np.uint64(32)
     within: dict[int, tuple[int, float]] = {}
     across: dict[int, tuple[int, float]] = {}
-    for band in range(BANDS):
-        order = np.argsort(keys[:, band], kind="stable")  # held-out rows come first among equal keys
-        same = np.diff(keys[order, band]) == 0
+    for band in keys.T:
+        order = np.argsort(band, kind="stable")  # held-out rows come first among equal keys
+        same = np.diff(band[order]) == 0
         order = order[np.append(same, False) | np.insert(same, 0, False)]
-        rows, places, starts = pool[order], np.arange(len(order)), np.searchsorted(keys[order, band], keys[order, band])
+        rows, places, starts = pool[order], np.arange(len(order)), np.searchsorted(band[order], band[order])
         for step in range(1, min(NEIGHBOURS, (places - starts).max(initial=0)) + 1):
             for found, others in ((within, places - step), (across, starts + step - 1)):
                 side = (rows[others] < num_eval) == (found is across)
                 fits = np.flatnonzero((starts <= others) & (others < places) & (rows >= num_eval) & side)
                 for row, other in zip(rows[fits].tolist(), rows[others[fits]].tolist(), strict=True):
-                    if row - num_eval not in found and (value := jaccard(ids(row), ids(other), common)) >= THRESHOLD:
-                        found[row - num_eval] = other - num_eval * (found is within), value
+                    if row - num_eval not in found:
+                        value = jaccard(ids_of(row), ids_of(other), common)
+                        if value >= THRESHOLD:
+                            found[row - num_eval] = other - num_eval * (found is within), value
     return within, across
 
 
-def _band_keys(ids: _Ids, pool: np.ndarray, common: np.ndarray) -> np.ndarray:
-    """One uint32 a row of ``pool`` and band; equal for rows whose BAND_SIZE minima are equal."""
-    keys = np.empty((len(pool), BANDS), np.uint32)
-    factors = _mix(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)).reshape(BANDS, BAND_SIZE) | np.uint64(1)
-    ends = np.cumsum(np.fromiter((len(ids(row)) for row in pool), np.int64, len(pool)))
-    for part in np.split(np.arange(len(pool)), np.flatnonzero(np.diff(ends // CHUNK_TOKENS)) + 1):
-        grams, starts = _grams([ids(row) for row in pool[part].tolist()], common)
-        for band in range(BANDS):
-            key = np.zeros(len(part), np.uint64)
-            for factor in factors[band]:
-                key = _mix(key ^ np.minimum.reduceat(grams * factor, starts))
-            keys[part, band] = key >> np.uint64(32)
-    return keys
-
-
-def _common_grams(ids: _Ids, pool: np.ndarray) -> np.ndarray:
-    """Hashes of the 5-grams that most rows have: those of the template and of a system prompt."""
-    if len(pool) < COMMON_ROWS:
-        return np.empty(0, np.uint64)
-    sample = pool[np.linspace(0, len(pool) - 1, min(SAMPLE_ROWS, len(pool))).astype(int)]
-    grams = np.concatenate([np.unique(_grams([ids(row)])[0]) for row in sample.tolist()])
-    values, counts = np.unique(grams, return_counts=True)
-    return values[counts > COMMON_SHARE * len(sample)]
-
-
-def _grams(rows: list[np.ndarray], common: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes (uint64) of all 5-grams of ``rows``, row after row, and where each row starts among them.
-
-    Those in ``common`` are left out, except in a row that has no others.
-    """
-    lengths = np.array([len(row) for row in rows])
-    gap = np.zeros(GRAM - 1, np.int32)  # so that no 5-gram reaches into the next row
-    ids = np.concatenate([part for row in rows for part in (row + 1, gap)]).astype(np.uint64)
-    counts = np.maximum(lengths - GRAM + 1, 1)
-    starts = np.cumsum(counts) - counts
-    begins = np.cumsum(lengths + len(gap)) - lengths - len(gap)
-    places = np.arange(counts.sum()) + np.repeat(begins - starts, counts)
-    weights = _mix(np.arange(101, 101 + GRAM, dtype=np.uint64))
-    hashes = _mix((np.lib.stride_tricks.sliding_window_view(ids, GRAM)[places] * weights).sum(axis=1, dtype=np.uint64))
-    if common is not None and len(common):
-        kept = ~np.isin(hashes, common)
-        kept |= np.repeat(~np.logical_or.reduceat(kept, starts), counts)
-        counts = np.add.reduceat(kept, starts, dtype=np.int64)
-        hashes, starts = hashes[kept], np.cumsum(counts) - counts
-    return hashes, starts
+def _grams(ids: np.ndarray, common: np.ndarray = NONE) -> np.ndarray:
+    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others."""
+    size = min(GRAM, len(ids))
+    values = ids.astype(np.uint64) + np.uint64(1)
+    count = len(ids) - size + 1
+    hashes = np.unique(_mix(sum(values[place : place + count] * WEIGHTS[place] for place in range(size))))
+    own = hashes[~np.isin(hashes, common, assume_unique=True)]
+    return own if len(own) else hashes
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -120,6 +120,12 @@ def set_threads(num_threads: int) -> None:
     torch.set_num_threads(max(1, num_threads))
 
 
+def one_core_environment() -> dict[str, str]:
+    """This process's environment for a child that computes on one core."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {**os.environ, **dict.fromkeys(names, "1"), "TOKENIZERS_PARALLELISM": "false"}
+
+
 def use_exact_fp32() -> None:
     """fp32 products in full fp32: TF32 (cuda) and HF32 (npu) off; their defaults differ by version and operator."""
     torch.set_float32_matmul_precision("highest")

@@ -1,8 +1,8 @@
-"""Many rows to tokens at once: ids and masks as of ``Renderer``, without rendering and masking each row by itself.
+"""Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
 A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
 roles are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such
-row, as distances to a content's borders, and tokens come from one call of the tokenizer for the whole batch.
+row, as distances to a content's borders.
 
 A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a
 string that the template or the special tokens know, or the message has more than role and content. And the fast way is
@@ -15,17 +15,15 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from fullshard.data.chat import Rendered, Renderer
 from fullshard.data.sources import Row
 from fullshard.errors import DataError
 
-BATCH_ROWS = 1000
-CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
+CHECKED_FIRST, CHECKED_EVERY = 8, 200
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 
 
@@ -50,68 +48,52 @@ class BatchRenderer:
         self._renderer = renderer
         self._patterns: dict[tuple[str, ...], _Pattern | None] = {}  # None: only the slow way is right
         tokenizer = renderer.tokenizer
-        known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        added = tokenizer.added_tokens_decoder.values()
+        known = {token.content for token in added}
         if tokenizer.chat_template:
             known |= _constants(tokenizer.get_chat_template())
-        self._special = re.compile("|".join(map(re.escape, known)) or r"(?!)")
+        self._known = _any_of(known)
+        self._special = _any_of({token.content for token in added if token.special})
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
-        """Each row with its training rows, in order; one batch is tokenised while the one before is masked.
+        """Each row with its training rows, in order. Raises DataError naming the row."""
+        for row in rows:
+            yield row, self.row(row, self.is_plain(row))
 
-        Raises DataError naming the row.
-        """
-        source, ahead = iter(rows), None
-        with ThreadPoolExecutor(1) as pool:
-            while True:
-                batch = list(islice(source, BATCH_ROWS))
-                prepared = [self._prepare(row) for row in batch]
-                coming = pool.submit(self._encode, [text for _, text, _ in filter(None, prepared)])
-                if ahead is not None:
-                    yield from self._mask_batch(*ahead)
-                ahead = (batch, prepared, coming)
-                if not batch:
-                    return
-
-    def _encode(self, texts: list[str]) -> list[Any]:
-        return self._renderer.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) if texts else []
-
-    def _mask_batch(
-        self, rows: list[Row], prepared: list[tuple[_Pattern, str, list[int]] | None], coming: Future[list[Any]]
-    ) -> Iterator[tuple[Row, list[Rendered]]]:
-        encodings = iter(coming.result())
-        for row, known in zip(rows, prepared, strict=True):
-            if known is None:
-                yield row, self._renderer.row(row)
-                continue
-            pattern, _, anchors = known
-            found = [_mask(pattern, next(encodings), anchors)]
-            pattern.seen += 1
-            if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
-                slow = self._renderer.row(row)
-                if slow != found:
-                    self._patterns[_roles(row)] = None
-                    pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
-                    found = slow
-            yield row, found
-
-    def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
-        """The row's pattern, text and anchors; None for the slow way."""
-        if row.messages is None or row.tools or not self._is_plain(row):
-            return None
+    def row(self, row: Row, plain: bool) -> list[Rendered]:
+        """The training rows of one row, of which ``is_plain`` said whether it is plain."""
         roles = _roles(row)
-        if roles not in self._patterns:
+        if plain and roles not in self._patterns:
             self._patterns[roles] = self._learn(row)
-        pattern = self._patterns[roles]
-        return None if pattern is None else (pattern, *_fill(pattern, row))
+        pattern = self._patterns[roles] if plain else None
+        if pattern is None:
+            return self._renderer.row(row)
+        text, anchors = _fill(pattern, row)
+        found = [_mask(pattern, self._renderer.tokenizer.backend_tokenizer.encode(text, None, False, False), anchors)]
+        pattern.seen += 1
+        if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
+            slow = self._renderer.row(row)
+            if slow != found:
+                self._patterns[roles] = None
+                return slow
+        return found
 
-    def _is_plain(self, row: Row) -> bool:
-        for message in row.messages or ():
+    def is_plain(self, row: Row) -> bool:
+        """Whether nothing in a conversation could matter to the template, or be read as a special token."""
+        if row.messages is None or row.tools:
+            return False
+        for message in row.messages:
             content = message["content"]
             if len(message) > 2 or not isinstance(content, str) or not content or content != content.strip():
                 return False
-            if self._special.search(content):
+            if self._known.search(content):
                 return False
         return True
+
+    def writes_special(self, row: Row) -> bool:
+        """Whether a text, or a message that is not the assistant's, writes out a special token."""
+        said = [message["content"] for message in row.messages or () if message["role"] != "assistant"]
+        return any(self._special.search(text) for text in [*said, row.text] if text)
 
     def _learn(self, row: Row) -> _Pattern | None:
         """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
@@ -183,6 +165,10 @@ def _token_at(encoding: Any, place: int, end: int, num_tokens: int) -> int:
         if token is not None:
             return token if encoding.token_to_chars(token)[0] >= place else token + 1
     return num_tokens
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def _constants(template: str) -> set[str]:

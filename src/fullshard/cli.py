@@ -233,10 +233,8 @@ def prepare(
         str | None, typer.Option(help="Keep the prepared rows here. Default: keep nothing.", show_default=False)
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
-    audit: Annotated[bool, typer.Option("--audit", help="Also lengths, copies and overlap, and a page of them.")] = False,
-    page: Annotated[
-        str | None, typer.Option(help="The page of --audit. Default: OUTPUT/audit.html, or audit.html.")
-    ] = None,
+    audit: Annotated[bool, typer.Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
+    page: Annotated[str, typer.Option(help="The page of --audit; inside OUTPUT, where that is given.")] = "audit.html",
     lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of --audit.")] = "en",
     json_output: Json = False,
     debug: Debug = False,
@@ -245,8 +243,8 @@ def prepare(
     config = fullshard.load_config(recipe, overrides or ())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
-        page_path = Path(page or Path(output or "") / "audit.html")
-        result = fullshard.audit_data(config, folder, page_path, lang) if audit else fullshard.prepare_data(config, folder)
+        path = Path(output or "") / page
+        result = fullshard.audit_data(config, folder, path, lang) if audit else fullshard.prepare_data(config, folder)
         if json_output:
             _print_json(result)
             return
@@ -261,8 +259,8 @@ def prepare(
             from fullshard.report.data import audit_tables
 
             for title, columns, rows in audit_tables(result, lang, limit=5):
-                _print_table(columns, rows, title)
-            print(f"Page: {page_path}")
+                _print_table(columns, rows, title=title)
+            print(f"Page: {path}")
 
 
 @app.command(rich_help_panel=MORE)
@@ -346,21 +344,19 @@ def _print_answers(result: Any, count: int) -> None:
         names.insert(2, "base answer")
         for row, answer in zip(rows, result.base.answers, strict=False):
             row.insert(2, answer.answer)
-    if rows:
-        _print_table(names, rows, show_lines=True)
+    _print_table(names, rows, show_lines=True)
 
 
-def _print_table(columns: list[str], rows: list[list[Any]], title: str | None = None, show_lines: bool = False) -> None:
+def _print_table(columns: list[str], rows: list[list[Any]], **options: Any) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_lines=show_lines)
-    for name, value in zip(columns, rows[0], strict=True):
-        table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
+    table = Table(*columns, title_justify="left", **options)
     for row in rows:
-        table.add_row(*(Text(f"{value:,}" if isinstance(value, int) else str(value)) for value in row))
-    Console().print(table)
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+    if rows:
+        Console().print(table)
 
 
 def _print_json(value: Any) -> None:

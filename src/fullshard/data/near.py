@@ -1,56 +1,54 @@
-"""Exact and near copies among rows: 5-grams of token ids, MinHash bands for candidates, then the true Jaccard index.
+"""Near copies among rows: 5-grams of token ids, MinHash bands for candidates, then the true Jaccard index.
 
-MinHash: Broder 1997; bands: Indyk and Motwani 1998. About 100 bytes of memory a row, beside what holds the rows.
+MinHash: Broder 1997; bands: Indyk and Motwani 1998. At most 100 bytes of memory a row, beside what holds the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from hashlib import blake2b
-from itertools import chain
+from collections.abc import Callable
 
 import numpy as np
 
 THRESHOLD = 0.8  # Jaccard index of the 5-gram sets of two near copies
 GRAM = 5
 BANDS, BAND_SIZE = 16, 5  # a pair at the threshold shares a band with probability 1 - (1 - 0.8**5)**16 = 99.8%
-NEIGHBOURS = 32  # rows of the same band that a row is compared with
+NEIGHBOURS = 32  # rows just before a row in a band, and first rows of that band, that the row is compared with
 COMMON_ROWS, COMMON_SHARE = 100, 0.5  # from so many rows on, a 5-gram in more than this share is template, not content
 SAMPLE_ROWS = 1000  # in which that share is measured
-WEIGHTS = 0x9E3779B97F4A7C15 ** np.arange(1, GRAM + 1, dtype=np.uint64)  # of a 5-gram's places; odd
+WEIGHTS = 0x9E3779B97F4A7C15 ** np.arange(1, GRAM + 1, dtype=np.uint64)  # of the places in a 5-gram; odd
 NONE = np.empty(0, np.uint64)
-Pair = tuple[int, int, float]  # a training row, the row that it repeats, their Jaccard index
 
 
-def find_copies(train: Sequence[np.ndarray], held_out: Sequence[np.ndarray] = ()) -> dict[str, list[Pair]]:
-    """Copies among rows of int32 token ids; at most one pair a training row and kind.
+def near_copies(ids_of: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
+    """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows.
 
-    Kinds: ``exact`` (of an earlier training row), ``near`` (of a training row) and, with held-out rows, ``exact_eval``
-    and ``near_eval`` (of one of these). What is exact is not also near. Identical rows are always found, near ones
-    with the probability above; same rows, same answer. A row of fewer than 5 tokens is its own only 5-gram.
+    ``ids_of`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out, the others are
+    for training. Each training row is named at most once with a held-out row and once with a training row, the first
+    found; of two training rows that are like each other, the later one is. Same rows, same answer.
     """
-    num_eval = len(held_out)
-    hashes = (blake2b(ids.tobytes(), digest_size=8).digest() for ids in chain(held_out, train))
-    digests = np.fromiter(map(int.from_bytes, hashes), np.uint64, num_eval + len(train))
-    originals, of_all = _first_equal(digests[num_eval:]), _first_equal(digests)
-    in_eval = of_all[num_eval:]  # below num_eval where a held-out row is the same
-    pool = np.unique(np.concatenate([of_all[:num_eval], originals + num_eval]))  # one row a content and side
-    within, across = _near(train, held_out, pool)
-    repeated = np.flatnonzero(originals != np.arange(len(originals)))
-    near_eval = np.flatnonzero(np.isin(originals, list(across)) & (in_eval >= num_eval))
-    found = {
-        "exact": [(int(row), int(originals[row]), 1.0) for row in repeated],
-        "near": [(row, *within[row]) for row in sorted(within)],
-        "exact_eval": [(int(row), int(in_eval[row]), 1.0) for row in np.flatnonzero(in_eval < num_eval)],
-        "near_eval": [(int(row), *across[originals[row]]) for row in near_eval],
-    }
-    return found if num_eval else {kind: found[kind] for kind in ("exact", "near")}
-
-
-def _first_equal(digests: np.ndarray) -> np.ndarray:
-    """The number of the first row of the same content, for each row."""
-    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
-    return first.astype(np.int32)[group]
+    sample = np.linspace(0, num_rows - 1, min(SAMPLE_ROWS, num_rows)).astype(int).tolist()
+    values, counts = np.unique(np.concatenate([_grams(ids_of(row)) for row in sample]), return_counts=True)
+    common = values[counts > COMMON_SHARE * len(sample)] if num_rows >= COMMON_ROWS else NONE
+    keys = np.empty((num_rows, BANDS), np.uint32)
+    factors = _mix(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)) | np.uint64(1)
+    for row in range(num_rows):
+        minima = (_grams(ids_of(row), common) * factors[:, None]).min(axis=1).reshape(BANDS, BAND_SIZE)
+        keys[row] = _mix(_mix(minima) @ factors[:BAND_SIZE]) >> np.uint64(32)
+    found: dict[tuple[int, bool], tuple[int, float]] = {}
+    for band in keys.T:
+        rows = np.argsort(band, kind="stable")
+        same = np.diff(band[rows]) == 0
+        rows = rows[np.append(same, False) | np.insert(same, 0, False)]
+        places, starts = np.arange(len(rows)), np.searchsorted(band[rows], band[rows])
+        for step in range(1, min(NEIGHBOURS, (places - starts).max(initial=0)) + 1):
+            for others in (starts + step - 1, places - step):
+                fits = (starts <= others) & (others < places) & (rows >= num_eval)
+                for row, other in zip(rows[fits].tolist(), rows[others[fits]].tolist(), strict=True):
+                    if (row, other < num_eval) not in found:
+                        value = jaccard(ids_of(row), ids_of(other), common)
+                        if value >= THRESHOLD:
+                            found[row, other < num_eval] = other, value
+    return [(row, other, value) for (row, _), (other, value) in sorted(found.items())]
 
 
 def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray = NONE) -> float:
@@ -60,52 +58,15 @@ def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray = NONE) -> fl
     return shared / (len(first) + len(second) - shared)
 
 
-def _near(train: Sequence[np.ndarray], held_out: Sequence[np.ndarray], pool: np.ndarray) -> tuple[dict, dict]:
-    """Training row -> (near row, Jaccard index): within the training rows, and with held-out ones.
-
-    ``pool``: the rows to compare, numbered with the held-out ones in front.
-    """
-    num_eval = len(held_out)
-
-    def ids_of(row: int) -> np.ndarray:
-        return held_out[row] if row < num_eval else train[row - num_eval]
-
-    common = NONE
-    if len(pool) >= COMMON_ROWS:  # the 5-grams of the template and of a system prompt
-        sample = pool[np.linspace(0, len(pool) - 1, min(SAMPLE_ROWS, len(pool))).astype(int)].tolist()
-        values, counts = np.unique(np.concatenate([_grams(ids_of(row)) for row in sample]), return_counts=True)
-        common = values[counts > COMMON_SHARE * len(sample)]
-    keys = np.empty((len(pool), BANDS), np.uint32)
-    factors = _mix(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)) | np.uint64(1)
-    for place, row in enumerate(pool.tolist()):
-        minima = (_grams(ids_of(row), common) * factors[:, None]).min(axis=1).reshape(BANDS, BAND_SIZE)
-        keys[place] = _mix(_mix(minima) @ factors[:BAND_SIZE]) >> np.uint64(32)
-    within: dict[int, tuple[int, float]] = {}
-    across: dict[int, tuple[int, float]] = {}
-    for band in keys.T:
-        order = np.argsort(band, kind="stable")  # held-out rows come first among equal keys
-        same = np.diff(band[order]) == 0
-        order = order[np.append(same, False) | np.insert(same, 0, False)]
-        rows, places, starts = pool[order], np.arange(len(order)), np.searchsorted(band[order], band[order])
-        for step in range(1, min(NEIGHBOURS, (places - starts).max(initial=0)) + 1):
-            for found, others in ((within, places - step), (across, starts + step - 1)):
-                side = (rows[others] < num_eval) == (found is across)
-                fits = np.flatnonzero((starts <= others) & (others < places) & (rows >= num_eval) & side)
-                for row, other in zip(rows[fits].tolist(), rows[others[fits]].tolist(), strict=True):
-                    if row - num_eval not in found:
-                        value = jaccard(ids_of(row), ids_of(other), common)
-                        if value >= THRESHOLD:
-                            found[row - num_eval] = other - num_eval * (found is within), value
-    return within, across
-
-
 def _grams(ids: np.ndarray, common: np.ndarray = NONE) -> np.ndarray:
-    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others."""
+    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others.
+
+    Fewer than 5 tokens are one gram.
+    """
     size = min(GRAM, len(ids))
-    values = ids.astype(np.uint64) + np.uint64(1)
-    count = len(ids) - size + 1
+    count, values = len(ids) - size + 1, ids.astype(np.uint64) + np.uint64(1)
     hashes = np.unique(_mix(sum(values[place : place + count] * WEIGHTS[place] for place in range(size))))
-    own = hashes[~np.isin(hashes, common, assume_unique=True)]
+    own = hashes[~np.isin(hashes, common, assume_unique=True)] if len(common) else hashes
     return own if len(own) else hashes
 
 

@@ -234,7 +234,7 @@ def prepare(
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
     audit: Annotated[bool, typer.Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
-    page: Annotated[str, typer.Option(help="The page of --audit; inside OUTPUT, where that is given.")] = "audit.html",
+    page: Annotated[str | None, typer.Option(help="The page of --audit. Default: [OUTPUT/]audit.html.")] = None,
     lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of --audit.")] = "en",
     json_output: Json = False,
     debug: Debug = False,
@@ -243,7 +243,7 @@ def prepare(
     config = fullshard.load_config(recipe, overrides or ())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
-        path = Path(output or "") / page
+        path = Path(page or Path(output or "") / "audit.html")
         result = fullshard.audit_data(config, folder, path, lang) if audit else fullshard.prepare_data(config, folder)
         if json_output:
             _print_json(result)
@@ -349,10 +349,11 @@ def _print_answers(result: Any, count: int) -> None:
 
 def _print_table(columns: list[str], rows: list[list[Any]], **options: Any) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*columns, title_justify="left", **options)
+    sides = ["left" if isinstance(cell, str) else "right" for cell in rows[0]] if rows else []
+    table = Table(*(Column(name, justify=side, overflow="fold") for name, side in zip(columns, sides)), **options)  # noqa
     for row in rows:
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
     if rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from fullshard.run_folder import DATA, write_json
 
 NAMED = 100  # near copies of each kind in data.json and on the page
 BINS = 12  # of a histogram, at most
-EXAMPLES, HEAD, TAIL = 10, 900, 300  # rows on the page; tokens shown of one that is longer than both
-PLACED = {"cut": "cut", "partly": "partly", "special_strings": "special"}  # figures, and what their places are under
+EXAMPLES, SHOWN = 10, 1200  # rows on the page; tokens shown of a longer one: its end
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
 
 
@@ -32,9 +30,13 @@ def audit_data(config: RunConfig, folder: Path, page_path: Path, lang: str = "en
     ``places``, of the first 100: [row, what it is like, Jaccard index]. ``lang``: en or zh. Raises what prepare raises.
     """
     result = prepare(config, folder)
-    splits = {name: open_prepared(folder, name) for name in ("eval", "train") if result[name]}
-    audit = result["audit"] = {name: _figures(data) for name, data in splits.items()}
-    audit |= _near(splits)
+    splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
+    result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
+    result["audit"]["histograms"] = {
+        f"{name}_{kind}": _histogram(getattr(data, kind))
+        for name, data in splits.items()
+        for kind in ("lengths", "supervised")
+    }
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
     page_path.write_text(_page(result, splits["train"], tokenizer, lang), encoding="utf-8", errors="backslashreplace")
     write_json(folder / DATA, result)
@@ -44,45 +46,39 @@ def audit_data(config: RunConfig, folder: Path, page_path: Path, lang: str = "en
 def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[tuple[str, list[str], list[list[Any]]]]:
     """Heading, columns and rows: figures of an audited data.json, rows to look at, ``limit`` copies of each kind."""
     words, facts, known = WORDS[lang], WORDS[lang]["facts"], result | result["audit"]
-    copies = {kind: known[kind] for kind in ("exact_duplicates", "near", "overlap", "near_eval")}
-    splits = {name: result[name] | known[name] for name in ("train", "eval") if result[name]}
-    splits["train"] |= copies
-    figures = [[label, *(_count(split.get(key, 0)) for split in splits.values())] for key, label in facts.items()]
-    noted: list[list[Any]] = []
+    noted, splits = [], {name: result[name] | known[name] for name in ("train", "eval") if result[name]}
     for name, split in splits.items():
-        places = split["places"] | {facts[key]: split["places"].get(what) for key, what in PLACED.items()}
-        counts = split["bad"] | split["dropped"] | {facts[key]: _count(split[key]) for key in PLACED}
-        noted += [[words[name], what, count, ", ".join(places[what])] for what, count in counts.items() if count]
-    pairs = [[facts[kind], *(*pair, 1.0)[:3]] for kind in copies for pair in copies[kind]["places"][:limit]]
+        counts = split["bad"] | split["dropped"] | {"special": split["special_strings"]["rows"]}
+        split |= counts | {key: sum(split[key].values()) for key in ("bad", "dropped")}
+        noted += [
+            [words[name], facts.get(what, what), split[what], ", ".join(at)] for what, at in split["places"].items()
+        ]
+    kinds = ("exact_duplicates", "near", "overlap", "near_eval")[: 2 * len(splits)]
+    splits["train"] |= {kind: known[kind]["rows"] for kind in kinds}
+    pairs = [[facts[kind], *(*pair, 1.0)[:3]] for kind in kinds for pair in known[kind]["places"][:limit]]
+    figures = [[facts[key], *(s.get(key, "") for s in splits.values())] for key in facts if key in splits["train"]]
     return [
-        (words["counts"], ["", *(words[name] for name in splits)], [line for line in figures if any(line[1:])]),
+        (words["counts"], ["", *(words[name] for name in splits)], figures),
         (words["noted"], words["noted_columns"], noted),
         (words["copies"], words["copies_columns"], pairs),
     ]
 
 
-def _count(value: Any) -> Any:
-    """A figure of data.json: rows with their places, a sum over reasons, or one number."""
-    return value if not isinstance(value, dict) else value["rows"] if "rows" in value else sum(value.values())
-
-
-def _near(splits: dict[str, PreparedData]) -> dict[str, dict[str, Any]]:
+def _near(train: PreparedData, held_out: PreparedData | None = None) -> dict[str, dict[str, Any]]:
     """Near copies within train and of eval rows. A source row is compared by its last row, which has all turns."""
     chosen = []
-    for data in splits.values():
+    for data in (held_out, train) if held_out else (train,):
         last = np.append(data.source_rows()[1:], len(data)) - 1
-        chosen.append(last[np.sort(np.unique(data.content[last], return_index=True)[1])])  # equal ones: the first
+        chosen.append(last[np.sort(np.unique(data.content[last], return_index=True)[1])])  # of equal ones the first
     rows, num_eval = np.concatenate(chosen), sum(map(len, chosen[:-1]))
 
     def place(row: int) -> tuple[PreparedData, int]:
-        return splits["eval" if row < num_eval else "train"], rows[row]
+        return (held_out if held_out and row < num_eval else train), rows[row]
 
-    near = near_copies(lambda row: PreparedData.row(*place(row))[0], len(rows), num_eval)
-    content = splits["train"].content[rows[[row for row, _, _ in near]]]
-    exact = np.isin(content, splits["eval"].content) if num_eval else [False] * len(near)  # these are the overlap
+    exact = np.isin(train.content, held_out.content) if held_out else ()  # counted as the overlap
     found: dict[str, dict[str, Any]] = {kind: {"rows": 0, "places": []} for kind in ("near", "near_eval")}
-    for (row, other, value), same in zip(near, exact, strict=True):
-        if other >= num_eval or not same:
+    for row, other, value in near_copies(lambda row: PreparedData.row(*place(row))[0], len(rows), num_eval):
+        if other >= num_eval or not exact[rows[row]]:
             kind = found["near" if other >= num_eval else "near_eval"]
             kind["rows"] += 1
             if kind["rows"] <= NAMED:
@@ -91,11 +87,10 @@ def _near(splits: dict[str, PreparedData]) -> dict[str, dict[str, Any]]:
 
 
 def _figures(data: PreparedData) -> dict[str, Any]:
-    """Lengths of the rows as written; ``supervised`` counts the tokens of a row that can be predicted."""
+    """Lengths of the rows as written, in tokens."""
     middle, most = np.percentile(data.lengths, [50, 95], method="inverted_cdf").tolist()
-    figures = {"share": f"{data.supervised.sum() / data.lengths.sum():.1%}", "shortest": int(data.lengths.min())}
-    histograms = {"length": _histogram(data.lengths), "supervised": _histogram(data.supervised)}
-    return figures | {"median": middle, "most": most, "histograms": histograms}
+    share = f"{data.supervised.sum() / data.lengths.sum():.1%}"
+    return {"share": share, "shortest": int(data.lengths.min()), "median": middle, "most": most}
 
 
 def _histogram(values: np.ndarray) -> dict[str, int]:
@@ -108,32 +103,22 @@ def _histogram(values: np.ndarray) -> dict[str, int]:
 
 def _page(result: dict[str, Any], train: PreparedData, tokenizer: Any, lang: str) -> str:
     """The page: the tables, the histograms, and ten training rows: the longest, the shortest, others spread evenly."""
-    words, audit = WORDS[lang], result["audit"]
-    tables = audit_tables(result, lang)
-    sections = [(title, [table(columns, rows) if rows else words["none"]]) for title, columns, rows in tables]
+    words = WORDS[lang]
+    sections = [(title, [table(*rest) if rest[1] else words["none"]]) for title, *rest in audit_tables(result, lang)]
     sections[-1][1].append(words["copies_text"].format(threshold=THRESHOLD, limit=NAMED))
     charts = [
-        bars(list(found), list(found.values()), words[kind].format(words[name]), words["rows"])
-        for name in ("train", "eval")
-        for kind, found in audit.get(name, {"histograms": {}})["histograms"].items()
+        bars(list(found), list(found.values()), words[name], words["rows"])
+        for name, found in result["audit"]["histograms"].items()
     ]
     ends = list({int(train.lengths.argmax()): 0, int(train.lengths.argmin()): 0})
     others = np.delete(np.arange(len(train)), ends)
     spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)
-    examples = [words["examples_text"]]
+    examples = [words["examples_text"].format(SHOWN)]
     for number in ends + others[spread].tolist():
         ids, supervised = train.row(number)
         heading = words["example"].format(train.origin(number), len(ids), int(supervised.sum()))
-        examples.append(marked(heading, list(_pieces(ids, supervised, tokenizer, words["gap"]))))
+        ids, supervised = ids[-SHOWN:], supervised[-SHOWN:]
+        borders = np.flatnonzero(np.diff(supervised)) + 1
+        texts = [tokenizer.decode(part.tolist()) for part in np.split(ids, borders)]
+        examples.append(marked(heading, list(zip(texts, supervised[[0, *borders]], strict=True))))
     return page(words["title"], [*sections, (words["lengths"], charts), (words["examples"], examples)], lang)
-
-
-def _pieces(ids: np.ndarray, supervised: np.ndarray, tokenizer: Any, gap: str) -> Iterator[tuple[str, bool]]:
-    """The row as text, cut where the mask changes; of a long one the beginning and the end."""
-    if len(ids) > HEAD + TAIL:
-        yield from _pieces(ids[:HEAD], supervised[:HEAD], tokenizer, gap)
-        yield gap.format(len(ids) - HEAD - TAIL), False
-        ids, supervised = ids[-TAIL:], supervised[-TAIL:]
-    borders = np.flatnonzero(np.diff(supervised)) + 1
-    for part, marks in zip(np.split(ids, borders), np.split(supervised, borders), strict=True):
-        yield tokenizer.decode(part.tolist()), bool(marks[0])

@@ -1,6 +1,6 @@
 """The one HTML page builder: documents without network or scripts. What it makes are the macros of page.html.
 
-``page(title, sections, lang)``: a document; a section is a heading and its blocks, ``lang`` en or zh. A block is text, or:
+``page(title, sections, lang)``: a document. A section is a heading and its blocks; ``lang``: en, zh. A block: text or
 ``table(columns, rows)``: numbers stand right ·
 ``bars(labels, values, x_label, y_label)``: a chart (SVG) of values of 0 and more, each written above its bar ·
 ``marked(heading, pieces)``: a text in pieces (text, bool), of which those with True are coloured and underlined.
@@ -28,7 +28,6 @@ def round_step(largest: float, most: int) -> int:
 
 _LOADER = FileSystemLoader(Path(__file__).parent)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-_ENVIRONMENT.filters["number"] = number
-_ENVIRONMENT.globals["round_step"] = round_step
+_ENVIRONMENT.globals |= {"number": number, "round_step": round_step}
 _MACROS = _ENVIRONMENT.get_template("page.html").module
 page, table, bars, marked = _MACROS.page, _MACROS.table, _MACROS.bars, _MACROS.marked

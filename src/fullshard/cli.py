@@ -259,7 +259,7 @@ def prepare(
             from fullshard.report.data import audit_tables
 
             for title, columns, rows in audit_tables(result, lang, limit=5):
-                _print_table(columns, rows, title=title)
+                _print_table(columns, rows, title=title, title_justify="left")
             print(f"Page: {path}")
 
 

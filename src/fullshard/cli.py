@@ -251,13 +251,12 @@ def prepare(
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview
         from fullshard.model.fetch import with_model_folder
+        from fullshard.report.data import audit_tables
 
         print("\n".join(result["report"]))
         tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
         print("\n".join(preview(folder, "train", tokenizer, show)))
         if audit:
-            from fullshard.report.data import audit_tables
-
             for title, columns, rows in audit_tables(result, lang, limit=5):
                 _print_table(columns, rows, title=title, title_justify="left")
             print(f"Page: {path}")

@@ -19,20 +19,19 @@ WEIGHTS = 0x9E3779B97F4A7C15 ** np.arange(1, GRAM + 1, dtype=np.uint64)  # of th
 NONE = np.empty(0, np.uint64)
 
 
-def near_copies(ids_of: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
+def near_copies(ids: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
     """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows.
 
-    ``ids_of`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out, the others are
-    for training. Each training row is named at most once with a held-out row and once with a training row, the first
-    found; of two training rows that are like each other, the later one is. Same rows, same answer.
+    ``ids`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row is
+    named at most once with a held-out row and once with an earlier training row. Same rows, same answer.
     """
     sample = np.linspace(0, num_rows - 1, min(SAMPLE_ROWS, num_rows)).astype(int).tolist()
-    values, counts = np.unique(np.concatenate([_grams(ids_of(row)) for row in sample]), return_counts=True)
+    values, counts = np.unique(np.concatenate([_grams(ids(row)) for row in sample]), return_counts=True)
     common = values[counts > COMMON_SHARE * len(sample)] if num_rows >= COMMON_ROWS else NONE
     keys = np.empty((num_rows, BANDS), np.uint32)
     factors = _mix(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)) | np.uint64(1)
     for row in range(num_rows):
-        minima = (_grams(ids_of(row), common) * factors[:, None]).min(axis=1).reshape(BANDS, BAND_SIZE)
+        minima = (_grams(ids(row), common) * factors[:, None]).min(axis=1).reshape(BANDS, BAND_SIZE)
         keys[row] = _mix(_mix(minima) @ factors[:BAND_SIZE]) >> np.uint64(32)
     found: dict[tuple[int, bool], tuple[int, float]] = {}
     for band in keys.T:
@@ -44,10 +43,9 @@ def near_copies(ids_of: Callable[[int], np.ndarray], num_rows: int, num_eval: in
             for others in (starts + step - 1, places - step):
                 fits = (starts <= others) & (others < places) & (rows >= num_eval)
                 for row, other in zip(rows[fits].tolist(), rows[others[fits]].tolist(), strict=True):
-                    if (row, other < num_eval) not in found:
-                        value = jaccard(ids_of(row), ids_of(other), common)
-                        if value >= THRESHOLD:
-                            found[row, other < num_eval] = other, value
+                    key = row, other < num_eval
+                    if key not in found and (value := jaccard(ids(row), ids(other), common)) >= THRESHOLD:
+                        found[key] = other, value
     return [(row, other, value) for (row, _), (other, value) in sorted(found.items())]
 
 

@@ -16,8 +16,7 @@ from fullshard.model.fetch import with_model_folder
 from fullshard.report.page import bars, marked, page, round_step, table
 from fullshard.run_folder import DATA, write_json
 
-NAMED = 100  # near copies of each kind in data.json and on the page
-BINS = 12  # of a histogram, at most
+NAMED, BINS = 100, 12  # near copies of each kind in data.json and on the page; bins of a histogram, at most
 EXAMPLES, SHOWN = 10, 1200  # rows on the page; tokens shown of a longer one: its end
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
 
@@ -31,12 +30,9 @@ def audit_data(config: RunConfig, folder: Path, page_path: Path, lang: str = "en
     """
     result = prepare(config, folder)
     splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
-    result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
-    result["audit"]["histograms"] = {
-        f"{name}_{kind}": _histogram(getattr(data, kind))
-        for name, data in splits.items()
-        for kind in ("lengths", "supervised")
-    }
+    audit = result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
+    kinds = [(name, kind) for name in splits for kind in ("lengths", "supervised")]
+    audit["histograms"] = {f"{name}_{kind}": _histogram(getattr(splits[name], kind)) for name, kind in kinds}
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
     page_path.write_text(_page(result, splits["train"], tokenizer, lang), encoding="utf-8", errors="backslashreplace")
     write_json(folder / DATA, result)
@@ -50,9 +46,7 @@ def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[
     for name, split in splits.items():
         counts = split["bad"] | split["dropped"] | {"special": split["special_strings"]["rows"]}
         split |= counts | {key: sum(split[key].values()) for key in ("bad", "dropped")}
-        noted += [
-            [words[name], facts.get(what, what), split[what], ", ".join(at)] for what, at in split["places"].items()
-        ]
+        noted += [[words[name], facts.get(key, key), split[key], ", ".join(at)] for key, at in split["places"].items()]
     kinds = ("exact_duplicates", "near", "overlap", "near_eval")[: 2 * len(splits)]
     splits["train"] |= {kind: known[kind]["rows"] for kind in kinds}
     pairs = [[facts[kind], *(*pair, 1.0)[:3]] for kind in kinds for pair in known[kind]["places"][:limit]]
@@ -106,10 +100,7 @@ def _page(result: dict[str, Any], train: PreparedData, tokenizer: Any, lang: str
     words = WORDS[lang]
     sections = [(title, [table(*rest) if rest[1] else words["none"]]) for title, *rest in audit_tables(result, lang)]
     sections[-1][1].append(words["copies_text"].format(threshold=THRESHOLD, limit=NAMED))
-    charts = [
-        bars(list(found), list(found.values()), words[name], words["rows"])
-        for name, found in result["audit"]["histograms"].items()
-    ]
+    charts = [bars(found, words[name], words["rows"]) for name, found in result["audit"]["histograms"].items()]
     ends = list({int(train.lengths.argmax()): 0, int(train.lengths.argmin()): 0})
     others = np.delete(np.arange(len(train)), ends)
     spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from strict_page import StrictParser, parse
 
-from fullshard.report.page import bars, marked, number, page, round_step, table
+from fullshard.report.page import bars, marked, page, round_step, table
 
 SCRIPT = "<script>document.title = 'it ran'</script>"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 def sample(text: str = "words", lang: str = "en") -> str:
     """A page with one of everything, ``text`` in every place."""
-    blocks = [text, table([text, "n"], [[text, 1234567], [text, 5]]), bars([text, "b"], [3, 0], text, text)]
+    blocks = [text, table([text, "n"], [[text, 1234567], [text, 5]]), bars({text: 3, "b": 0}, text, text)]
     return page(text, [(text, [*blocks, marked(text, [(text, False), (text, True)])])], lang)
 
 
@@ -56,7 +56,8 @@ def test_numbers_have_separators_and_stand_right():
     made = table(["name", "n"], [["a", 1234567], ["b", "57.9%"]])
     assert '<td class="number">1,234,567</td>' in made and '<td class="number">57.9%</td>' in made
     assert '<th class="number">n</th>' in made and "<td>a</td>" in made
-    assert [number(value) for value in (1234, 0.123456, 12345.6, "a")] == ["1,234", "0.1235", "1.235e+04", "a"]
+    cells = re.findall("<td[^>]*>([^<]*)</td>", table(["v"], [[1234], [0.123456], [12.5], ["a"]]))
+    assert cells == ["1,234", "0.1235", "12.5", "a"]
 
 
 def rectangles(chart: str) -> list[dict[str, float]]:
@@ -66,21 +67,21 @@ def rectangles(chart: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("values", [[1, 2, 4], [2431, 0, 7], [0, 0, 0], [0.5, 0.25, 0.125]])
 def test_bars_are_as_high_as_their_values(values):
-    chart = bars(["a", "b", "c"], values, "x", "y")
+    chart = bars(dict(zip("abc", values, strict=True)), "x", "y")
     heights = [rect["height"] for rect in rectangles(chart)]
     scale = heights[0] / values[0] if values[0] else 0
     assert heights == pytest.approx([value * scale for value in values], abs=0.2)
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", chart)
-    assert [texts.count(number(value)) >= 1 for value in values] == [True] * 3
+    assert [f"{value:,}" in texts for value in values] == [True] * 3
     assert texts[-2:] == ["x", "y"]
 
 
 def test_a_chart_stays_inside_its_box():
     for count in (1, 2, 12, 40):
-        chart = bars([f"{place * 1000}–{place * 1000 + 999}" for place in range(count)], [7] * count, "x", "y")
+        chart = bars({f"{place * 1000}–{place * 1000 + 999}": 7 for place in range(count)}, "x", "y")
         for rect in rectangles(chart):
-            assert 64 <= rect["x"] and rect["x"] + rect["width"] <= 760
-            assert 20 <= rect["y"] and rect["y"] + rect["height"] <= 240
+            assert rect["x"] >= 64 and rect["x"] + rect["width"] <= 760
+            assert rect["y"] >= 20 and rect["y"] + rect["height"] <= 240
         assert ("rotate(-30" in chart) == (count >= 12)  # long labels are turned, so that they do not run together
 
 

@@ -16,14 +16,15 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from fullshard.data.chat import Rendered, Renderer
 from fullshard.data.sources import Row
 from fullshard.errors import DataError
 
-CHECKED_FIRST, CHECKED_EVERY = 8, 200
+BATCH_ROWS = 500
+CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 
 
@@ -52,37 +53,49 @@ class BatchRenderer:
         known = {token.content for token in added}
         if tokenizer.chat_template:
             known |= _constants(tokenizer.get_chat_template())
+        self.plain = False  # whether the row just rendered needed no second look
         self._known = _any_of(known)
         self._special = _any_of({token.content for token in added if token.special})
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
-        """Each row with its training rows, in order. Raises DataError naming the row."""
-        for row in rows:
-            yield row, self.row(row, self.is_plain(row))
+        """Each row with its training rows, in order, while ``plain`` says which way it went. DataErrors name the row."""
+        source = iter(rows)
+        while batch := list(islice(source, BATCH_ROWS)):
+            prepared = [self._prepare(row) for row in batch]
+            texts = [text for _, text, _ in filter(None, prepared)]
+            encodings = iter(
+                self._renderer.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+                if texts
+                else ()
+            )
+            for row, known in zip(batch, prepared, strict=True):
+                self.plain = known is not None
+                if known is None:
+                    yield row, self._renderer.row(row)
+                    continue
+                pattern, _, anchors = known
+                found = [_mask(pattern, next(encodings), anchors)]
+                pattern.seen += 1
+                if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
+                    slow = self._renderer.row(row)
+                    if slow != found:
+                        self._patterns[_roles(row)] = None
+                        pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
+                        found = slow
+                yield row, found
 
-    def row(self, row: Row, plain: bool) -> list[Rendered]:
-        """The training rows of one row, of which ``is_plain`` said whether it is plain."""
+    def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
+        """The row's pattern, text and anchors; None for the slow way."""
+        if row.messages is None or row.tools or not self._is_plain(row.messages):
+            return None
         roles = _roles(row)
-        if plain and roles not in self._patterns:
+        if roles not in self._patterns:
             self._patterns[roles] = self._learn(row)
-        pattern = self._patterns[roles] if plain else None
-        if pattern is None:
-            return self._renderer.row(row)
-        text, anchors = _fill(pattern, row)
-        found = [_mask(pattern, self._renderer.tokenizer.backend_tokenizer.encode(text, None, False, False), anchors)]
-        pattern.seen += 1
-        if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
-            slow = self._renderer.row(row)
-            if slow != found:
-                self._patterns[roles] = None
-                return slow
-        return found
+        pattern = self._patterns[roles]
+        return None if pattern is None else (pattern, *_fill(pattern, row))
 
-    def is_plain(self, row: Row) -> bool:
-        """Whether nothing in a conversation could matter to the template, or be read as a special token."""
-        if row.messages is None or row.tools:
-            return False
-        for message in row.messages:
+    def _is_plain(self, messages: list[dict[str, Any]]) -> bool:
+        for message in messages:
             content = message["content"]
             if len(message) > 2 or not isinstance(content, str) or not content or content != content.strip():
                 return False

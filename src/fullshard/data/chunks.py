@@ -64,19 +64,19 @@ class ChunkRenderer:
             return chunk
         parts: dict[str, Part] = {}
         try:
-            for split, row in chunk:
+            rendered = self._renderer.render(row for _, row in chunk)
+            for (split, _), (row, training_rows) in zip(chunk, rendered, strict=True):
                 if split not in parts:
                     parts[split] = Part()
-                self._take(parts[split], row)
+                self._take(parts[split], row, training_rows)
         except UserError as error:
             return error
         return parts
 
-    def _take(self, part: Part, row: Row) -> None:
-        """Render one row into the part and count it."""
-        plain, book = self._renderer.is_plain(row), part.book
+    def _take(self, part: Part, row: Row, training_rows: list[chat.Rendered]) -> None:
+        book = part.book
         content = int.from_bytes(blake2b(row.content.encode(), digest_size=8).digest(), "little")
-        problems = [self._fit(part, rendered, row, content) for rendered in self._renderer.row(row, plain)]
+        problems = [self._fit(part, rendered, row, content) for rendered in training_rows]
         if row.copy:
             book.copies += 1
             return
@@ -88,7 +88,7 @@ class ChunkRenderer:
         elif any(problems):
             book.partly += 1
             book.note("partly", row.origin)
-        if not plain and self._renderer.writes_special(row):
+        if not self._renderer.plain and self._renderer.writes_special(row):
             book.special += 1
             book.note("special", row.origin)
 

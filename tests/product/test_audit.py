@@ -113,7 +113,7 @@ def test_a_long_row_shows_its_end(job):
     text = " ".join(words(3, 1500))
     (job / "train.jsonl").write_text(json.dumps(line(text, "red blue")), encoding="utf-8")
     config = fullshard.load_config("recipe.yaml", ["data.eval=null", "data.max_length=2000"])
-    fullshard.audit_data(config, job / "out", job / "page.html")
+    fullshard.audit_data(config, "out", "page.html")
     page = (job / "page.html").read_text(encoding="utf-8")
     parse(page)
     assert "1,507 tokens, 3 supervised" in page and "<mark>red blue &lt;|end|&gt;</mark>" in page

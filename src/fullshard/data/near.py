@@ -1,7 +1,4 @@
-"""Near copies among rows: 5-grams of token ids, MinHash bands for candidates, then the true Jaccard index.
-
-MinHash: Broder 1997; bands: Indyk and Motwani 1998. At most 100 bytes of memory a row, beside what holds the rows.
-"""
+"""Near copies among rows: 5-grams of token ids, MinHash (Broder 1997) for candidates, then the true Jaccard index."""
 
 from __future__ import annotations
 
@@ -9,12 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-THRESHOLD = 0.8  # Jaccard index of the 5-gram sets of two near copies
-GRAM = 5
+GRAM, THRESHOLD = 5, 0.8  # tokens; Jaccard index of two near copies' sets of 5-grams
 BANDS, BAND_SIZE = 16, 5  # a pair at the threshold shares a band with probability 1 - (1 - 0.8**5)**16 = 99.8%
 NEIGHBOURS = 32  # rows just before a row in a band, and first rows of that band, that the row is compared with
-COMMON_ROWS, COMMON_SHARE = 100, 0.5  # from so many rows on, a 5-gram in more than this share is template, not content
-SAMPLE_ROWS = 1000  # in which that share is measured
+COMMON_ROWS, COMMON_SHARE = 100, 0.5  # from so many rows on, what more than this share of rows has is template
 WEIGHTS = 0x9E3779B97F4A7C15 ** np.arange(1, GRAM + 1, dtype=np.uint64)  # of the places in a 5-gram; odd
 NONE = np.empty(0, np.uint64)
 
@@ -22,10 +17,10 @@ NONE = np.empty(0, np.uint64)
 def near_copies(ids: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
     """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows.
 
-    ``ids`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row is
-    named at most once with a held-out row and once with an earlier training row. Same rows, same answer.
+    ``ids`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row has
+    at most one pair with a held-out row and one with an earlier training row. Memory: below 100 bytes a row.
     """
-    sample = np.linspace(0, num_rows - 1, min(SAMPLE_ROWS, num_rows)).astype(int).tolist()
+    sample = np.linspace(0, num_rows - 1, min(1000, num_rows)).astype(int).tolist()
     values, counts = np.unique(np.concatenate([_grams(ids(row)) for row in sample]), return_counts=True)
     common = values[counts > COMMON_SHARE * len(sample)] if num_rows >= COMMON_ROWS else NONE
     keys = np.empty((num_rows, BANDS), np.uint32)

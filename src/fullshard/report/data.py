@@ -16,25 +16,25 @@ from fullshard.model.fetch import with_model_folder
 from fullshard.report.page import bars, marked, page, round_step, table
 from fullshard.run_folder import DATA, write_json
 
-NAMED, BINS = 100, 12  # near copies of each kind in data.json and on the page; bins of a histogram, at most
-EXAMPLES, SHOWN = 10, 1200  # rows on the page; tokens shown of a longer one: its end
+NAMED, BINS, EXAMPLES, SHOWN = 100, 12, 10, 1200  # pairs of a kind, bins of a histogram, rows on the page, their tokens
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
 
 
-def audit_data(config: RunConfig, folder: Path, page_path: Path, lang: str = "en") -> dict[str, Any]:
+def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en") -> dict[str, Any]:
     """Prepare the recipe's data into ``folder``, write the HTML page to ``page_path`` and return data.json's content.
 
     Its new key "audit", also written to the folder's data.json, holds figures and ``histograms`` of each split's rows,
     and ``near`` and ``near_eval``: ``rows`` (different training rows like another one, or like one of eval) and
     ``places``, of the first 100: [row, what it is like, Jaccard index]. ``lang``: en or zh. Raises what prepare raises.
     """
-    result = prepare(config, folder)
+    result = prepare(config, folder := Path(folder))
     splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
     audit = result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
     kinds = [(name, kind) for name in splits for kind in ("lengths", "supervised")]
     audit["histograms"] = {f"{name}_{kind}": _histogram(getattr(splits[name], kind)) for name, kind in kinds}
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-    page_path.write_text(_page(result, splits["train"], tokenizer, lang), encoding="utf-8", errors="backslashreplace")
+    made = _page(result, splits["train"], tokenizer, lang)
+    Path(page_path).write_text(made, encoding="utf-8", errors="backslashreplace")
     write_json(folder / DATA, result)
     return result
 

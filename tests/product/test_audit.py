@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import yaml
 from strict_page import parse
-from tiny_models import SPECIAL_TOKENS, WORDS, make_model, make_tokenizer
+from tiny_models import K2_TEMPLATE, SPECIAL_TOKENS, WORDS, make_model, make_tokenizer
 
 import fullshard
 from fullshard.cli import main
@@ -134,12 +134,14 @@ def test_json_is_only_json(job, capsys):
     assert result["audit"]["near"]["rows"] == 1 and (job / "audit.html").exists()
 
 
-def test_answers_and_weights_are_no_copies(job):
-    """A row that a template makes into several, or that a weight repeats, is one row."""
-    turns = line("red blue", "green one two")["messages"] + line("three", "four")["messages"]
-    rows = [{"messages": turns}, line("sun moon star sky", "sea")]
+def test_what_one_row_becomes_is_no_copy(job):
+    """A row that a weight repeats, or that a template makes into one for each answer, is one row."""
+    kept = "{% if message['role'] != 'assistant' or loop.last %}{{ message['content'] }}{% endif %}"
+    make_tokenizer(job / "model", chat_template=K2_TEMPLATE.replace("{{ message['content'] }}", kept))
+    first = line(" ".join(words(0, 12)), "green")["messages"]
+    rows = [{"messages": first + line(" ".join(words(start, 12)), "four")["messages"]} for start in (8, 16)]
     (job / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config = fullshard.load_config("recipe.yaml", ["data.eval=null", "data.train=[{path: train.jsonl, weight: 3}]"])
     result = fullshard.audit_data(config, job / "out", job / "page.html")
-    assert result["train"]["prepared"] == 6
+    assert result["train"]["used"] == 2 and result["train"]["prepared"] == 12
     assert result["exact_duplicates"]["rows"] == result["audit"]["near"]["rows"] == 0

@@ -2,7 +2,7 @@
 
 A split's folder holds safetensors files: ``tokens`` (int32, all rows end to end), ``supervised`` (bool, same length)
 and ``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64: a hash of what
-the source row says; ``targets`` int32), and ``meta.json``. Beside the splits lies ``data.json``: what ``prepare`` gives.
+the source row says; ``targets`` int32), and ``meta.json``. Beside them lies ``data.json``, what ``prepare`` returns.
 
 All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the folder, which gets its name when it is
 whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on there.

@@ -26,6 +26,11 @@ JOB = (
     "import sys, json; from pathlib import Path; from fullshard.config import config_from_dict\n"
     "from fullshard.data import prepared, workers\n"
     "workers.ALONE_CHUNKS, prepared.num_cores = 1, lambda: 2\n"
+    "receive = workers.Workers._receive\n"
+    "def wait_and_receive(self, done):\n"
+    "    while not self._ready: receive(self, done)\n"
+    "    receive(self, done)\n"
+    "workers.Workers._receive = wait_and_receive\n"
     "def show(split, done, total): print(split, done, flush=True) or sys.stdin.readline()\n"
     "prepared.prepare(config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), show)\n"
 )
@@ -67,7 +72,7 @@ def two_workers(monkeypatch):
 
 @pytest.fixture
 def waits_for_workers(two_workers, monkeypatch):
-    """This process renders one chunk and no more, so that the others go to workers."""
+    """This process renders two chunks and no more, so that the others go to workers."""
     receive = workers.Workers._receive
 
     def wait_and_receive(self, done):
@@ -84,11 +89,11 @@ def test_processes_give_the_same_bytes(k1_folder, tmp_path, monkeypatch, waits_f
     here = workers.ChunkRenderer.__call__
     monkeypatch.setattr(workers.ChunkRenderer, "__call__", lambda self, chunk: rendered.append(1) or here(self, chunk))
     result = prepare(config, tmp_path / "many")
-    assert len(rendered) == 1  # the other eight chunks were rendered elsewhere
+    assert len(rendered) == 2  # the other seven chunks were rendered elsewhere
     assert not psutil.Process().children()
     monkeypatch.setattr(prepared, "num_cores", lambda: 1)
     assert prepare(config, tmp_path / "one") == result
-    assert len(rendered) == 1 + 9
+    assert len(rendered) == 2 + 9
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
     assert not partial_folder(tmp_path / "one").exists()
 
@@ -142,7 +147,7 @@ def test_an_interrupted_preparation_goes_on(k1_folder, tmp_path, monkeypatch, sh
     with open(hidden / "train" / "tokens.safetensors", "ab") as file:
         file.write(b"half a row")  # behind the journal
     taken = []
-    take = prepared.ChunkRenderer._take if hasattr(prepared, "ChunkRenderer") else workers.ChunkRenderer._take
+    take = workers.ChunkRenderer._take
     monkeypatch.setattr(
         workers.ChunkRenderer,
         "_take",
@@ -175,10 +180,13 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path)
         job.stdin.write("\n")
         job.stdin.flush()
         assert job.stdout.readline() == "train 1000\n"
+        job.stdin.write("\n")
+        job.stdin.flush()
+        assert job.stdout.readline() == "train 1500\n"  # made by a worker
         children = psutil.Process(job.pid).children(recursive=True)
         job.kill()
     assert children
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     assert (
         json.loads((partial_folder(tmp_path / "p") / "journal.json").read_text())["splits"]["train"]["audit"]["rows"]

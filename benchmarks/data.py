@@ -2,7 +2,7 @@
 
     python benchmarks/data.py [--gsm8k FILE] [--copies 10] [--repeats 5] [--memory 1,10,100] [--output FOLDER]
 
-speed: `prepare` from the file to prepared data, against the tokenizer's own `encode_batch` on the same rendered texts and
+speed: `prepare`, from file to prepared data, against the tokenizer's own `encode_batch` on the same rendered texts and
 the same cores; the two take turns. fill: tokens over places in packed sequences, windows of 32k tokens. memory: peak
 resident memory of `prepare` in a fresh process and of its workers, while the file grows.
 """

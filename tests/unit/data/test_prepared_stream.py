@@ -314,7 +314,7 @@ def test_special_tokens_written_by_users_are_named(k1_folder, tmp_path):
     )
     result = prepare(recipe(k1_folder, path), tmp_path / "p")
     assert result["train"]["special_strings"] == {"rows": 2, "places": [f"{path}:2", f"{path}:4"]}
-    line = f"train: 2 rows write out a special token, which is read as that token ({path}:2, {path}:4)"
+    line = f"train: 2 rows write out a special token, read as that token ({path}:2, {path}:4)"
     assert line in result["report"]
 
 

@@ -13,7 +13,6 @@ NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
 SHOWN = 3  # rows named in a message
 LARGEST = ("longest", "longest_written", "max_token_id")  # of these figures the largest counts, the others add up
-OF_NUMBERS = ("stops", "length_histogram")  # their keys are numbers, in JSON texts
 STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
 
 
@@ -32,14 +31,14 @@ class Audit:
     partly: int = 0  # used rows that lost one of their training rows
     cut: int = 0  # training rows
     tokens: int = 0
-    supervised: int = 0  # supervised positions
+    supervised_tokens: int = 0  # supervised positions
     targets: int = 0  # supervised positions that can be predicted (all but a row's first)
     tokens_dropped: int = 0
     tokens_cut: int = 0
     longest: int = 0  # tokens of the longest row before cutting or dropping
     longest_written: int = 0  # and after
     max_token_id: int = 0
-    special: int = 0  # source rows that write out a special token where it is no answer
+    special_strings: int = 0  # source rows that write out a special token where it is no answer
     longest_origin: str = ""
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> source rows
     refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
@@ -78,37 +77,30 @@ class Audit:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Audit:
         """What ``vars`` of an audit was, written as JSON and read again."""
-        read = {name: {int(key): n for key, n in values[name].items()} for name in OF_NUMBERS}
-        counters = {name: Counter((values | read)[name]) for name in (*OF_NUMBERS, "dropped", "refused")}
-        return cls(**values | counters)
+        numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
+        counters = {name: values[name] for name in ("dropped", "refused")} | numbers
+        return cls(**values | {name: Counter(counts) for name, counts in counters.items()})
 
     def to_json(self, account: Account) -> dict[str, Any]:
         """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""
-        names = "rows used prepared copies partly cut tokens targets tokens_dropped tokens_cut longest longest_origin"
-        return {name: getattr(self, name) for name in [*names.split(), "longest_written", "max_token_id"]} | {
+        figures = {name: value for name, value in vars(self).items() if isinstance(value, int | str)}
+        return figures | {
             "shape": ", ".join(account.shapes),
-            "read": account.read,
-            "blank": account.blank,
-            "bad": dict(account.bad),
-            "held_out": account.held_out,
-            "dropped": dict(account.dropped),
-            "places": self.places | account.places,
-            "supervised_tokens": self.supervised,
-            "special_strings": {"rows": self.special, "places": self.places.get("special", [])},
-            "length_histogram": {
-                str(length): self.length_histogram[length] for length in sorted(self.length_histogram)
-            },
-            "stop_tokens": sum(self.stops.values()),
+            **{name: getattr(account, name) for name in ("read", "blank", "held_out")},
+            **{"bad": dict(account.bad), "dropped": dict(account.dropped), "places": self.places | account.places},
+            "special_strings": {"rows": self.special_strings, "places": self.places.get("special_strings", [])},
+            "length_histogram": {str(length): count for length, count in sorted(self.length_histogram.items())},
+            "stop_tokens": self.stops.total(),
             "stop_ids": [number for number, _ in self.stops.most_common()],
         }
 
     def report(self, split: str, shape: str, max_length: int, tokenizer: Any) -> list[str]:
         """The lines that a person reads."""
-        share = 100 * self.supervised / max(1, self.tokens)
+        share = 100 * self.supervised_tokens / max(1, self.tokens)
         names = ", ".join(tokenizer.convert_ids_to_tokens(number) for number, _ in self.stops.most_common())
         lines = [
             f"({shape}): {self.rows:,} rows: {self.used:,} used; {self.tokens:,} tokens,"
-            f" {self.supervised:,} supervised ({share:.0f}%), longest row {self.longest:,} of {max_length:,}",
+            f" {self.supervised_tokens:,} supervised ({share:.0f}%), longest row {self.longest:,} of {max_length:,}",
             f"supervised stop tokens: {sum(self.stops.values()):,}" + (f" ({names})" if names else ""),
         ]
         if not self.stops:
@@ -116,18 +108,18 @@ class Audit:
         for reason, count in self.dropped.items():
             lines.append(f"{count:,} of {self.rows:,} dropped: {reason} ({self._some(reason, count)})")
         if self.partly:
-            some = self._some("partly", self.partly)
-            lines.append(f"{self.partly:,} used rows lost an answer: too long ({some})")
+            lines.append(f"{self.partly:,} used rows lost an answer: too long ({self._some('partly', self.partly)})")
         if self.cut:
-            some = self._some("cut", self.cut)
-            lines.append(f"{self.cut:,} of {self.rows:,} cut at {max_length} tokens ({some})")
+            lines.append(f"{self.cut:,} of {self.rows:,} cut at {max_length} tokens ({self._some('cut', self.cut)})")
         if self.tokens_dropped or self.tokens_cut:
             total = self.tokens + self.tokens_dropped + self.tokens_cut
             parts = f"{self.tokens:,} used + {self.tokens_dropped:,} dropped + {self.tokens_cut:,} cut"
             lines.append(f"{total:,} tokens in = {parts}")
-        if self.special:
-            some = self._some("special", self.special)
-            lines.append(f"{self.special:,} rows write out a special token, which is read as that token ({some})")
+        if self.special_strings:
+            some = self._some("special_strings", self.special_strings)
+            lines.append(
+                f"{self.special_strings:,} rows write out a special token, read as that token ({some})"
+            )
         if self.prepared > self.used + self.copies:
             became = f"{self.used:,} rows became {self.prepared:,}"
             lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")

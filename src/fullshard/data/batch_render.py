@@ -58,7 +58,7 @@ class BatchRenderer:
         self._special = _any_of({token.content for token in added if token.special})
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
-        """Each row with its training rows, in order, while ``plain`` says which way it went. DataErrors name the row."""
+        """Each row with its training rows, in order; ``plain``: which way it went. A DataError names the row."""
         source = iter(rows)
         while batch := list(islice(source, BATCH_ROWS)):
             prepared = [self._prepare(row) for row in batch]

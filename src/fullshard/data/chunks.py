@@ -89,8 +89,8 @@ class ChunkRenderer:
             book.partly += 1
             book.note("partly", row.origin)
         if not self._renderer.plain and self._renderer.writes_special(row):
-            book.special += 1
-            book.note("special", row.origin)
+            book.special_strings += 1
+            book.note("special_strings", row.origin)
 
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
@@ -124,7 +124,7 @@ class ChunkRenderer:
         book.longest_written = max(book.longest_written, len(ids))
         book.max_token_id = max(book.max_token_id, largest)
         book.tokens += len(ids)
-        book.supervised += targets + supervised[0]
+        book.supervised_tokens += targets + supervised[0]
         book.targets += targets
         book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
         file, _, line = row.origin.rpartition(":")

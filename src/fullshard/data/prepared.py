@@ -2,7 +2,7 @@
 
 A split's folder holds safetensors files: ``tokens`` (int32, all rows end to end), ``supervised`` (bool, same length)
 and ``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64: a hash of what
-the source row says; ``targets`` int32), and ``meta.json``. Beside the splits lies ``data.json``, what ``prepare`` returns.
+the source row says; ``targets`` int32), and ``meta.json``. Beside them lies ``data.json``, what ``prepare`` returns.
 
 All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the folder, which gets its name when it is
 whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on there.
@@ -16,7 +16,9 @@ import os
 import random
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -140,8 +142,9 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
             for left in (JOURNAL, LOCK, f"train/{RECORDS}", f"eval/{RECORDS}"):
                 (partial / left).unlink(missing_ok=True)
             publish_folder(partial, folder)
-        except ChildProcessError as error:
-            raise DataError(f"{error}", "The rows done are kept: start the same command again.") from None
+        except (EOFError, ConnectionError):
+            problem = "A process that tokenises rows has ended: killed, often for memory, or broken."
+            raise DataError(problem, "The rows done are kept: start the same command again.") from None
         except UserError:  # another input is needed, so that this part would not be gone on with
             shutil.rmtree(partial)
             raise
@@ -178,10 +181,11 @@ class _Split:
         self.digest: str = state["digest"] if state else ""
         folder.mkdir(exist_ok=True)
         self.files = {}
-        for name, start, size in ((TOKENS, HEADER_BYTES, 4), (SUPERVISED, HEADER_BYTES, 1), (RECORDS, 0, 0)):
+        tokens, rows = self.book.tokens, self.book.prepared
+        sizes = {TOKENS: HEADER_BYTES + 4 * tokens, SUPERVISED: HEADER_BYTES + tokens, RECORDS: RECORD.itemsize * rows}
+        for name, right in sizes.items():
             (folder / name).touch()
             self.files[name] = file = open(folder / name, "r+b")  # noqa: SIM115 - closed by finish
-            right = start + size * self.book.tokens if start else RECORD.itemsize * self.book.prepared
             if state and os.fstat(file.fileno()).st_size < right:
                 raise DataError(f"{folder / name} is shorter than its journal says.", "Start again.")
             file.truncate(right)
@@ -200,10 +204,6 @@ class _Split:
             self.files[name].write(content)
         self.digest = digest.hexdigest()
         self.book.add(part.book)
-
-    def state(self) -> dict[str, Any]:
-        """What the journal has to know."""
-        return {"audit": vars(self.book), "files": list(self.names), "digest": self.digest}
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Fill in the headers, write ROWS, and ``result`` with ``hash`` as META; returns them."""
@@ -256,17 +256,19 @@ class _Preparation:
         """Read, render and write all rows that the journal does not know."""
         rows = _read_rows(self.config, self.accounts)
         num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
-        for _ in islice(rows, num_done):
-            pass
+        deque(islice(rows, num_done), maxlen=0)
         due = 0.0
         try:
-            with Workers((self.tokenizer, self.config.data, num_embeddings), num_cores()) as workers:
+            with closing(Workers((self.tokenizer, self.config.data, num_embeddings), num_cores())) as workers:
                 for parts in workers.in_order(cut_chunks(rows)):
                     if isinstance(parts, UserError):
                         raise parts
                     for name, part in parts.items():
                         self.splits[name].append(part)
-                    states = {name: split.state() for name, split in self.splits.items()}
+                    states = {
+                        name: {"audit": vars(split.book), "files": list(split.names), "digest": split.digest}
+                        for name, split in self.splits.items()
+                    }
                     self.journal = json.loads(json.dumps(self.journal | {"splits": states}))  # as of now
                     if time.monotonic() >= due:
                         self._write_journal()
@@ -302,8 +304,9 @@ class _Preparation:
                 report.append(f"{name}: columns not used: {', '.join(account.unused)}")
             found[name] = split.finish(book.to_json(account))
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
+        books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])
-        overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else {"rows": 0, "places": []}
+        overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
         if repeats["rows"]:
             report.append(f"train: {repeats['rows']:,} rows repeat an earlier one ({_pairs(repeats)})")
         if overlap["rows"]:
@@ -311,23 +314,18 @@ class _Preparation:
             report.append(f"{number}: its loss is too good by that much ({_pairs(overlap)})")
         elif "eval" in splits:
             report.append("no training row occurs in eval")
-        return {
+        result = {
             "schema": SCHEMA_VERSION,
             "hash": hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest(),
-            "shape": found["train"]["shape"],
-            **found,
-            "supervised_tokens": found["train"]["supervised_tokens"],
-            "longest": max(split.book.longest_written for split in self.splits.values()),
-            "max_token_id": max(split.book.max_token_id for split in self.splits.values()),
-            "stop_ids": found["train"]["stop_ids"],
+            **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
+            "longest": max(book.longest_written for book in books),
+            "max_token_id": max(book.max_token_id for book in books),
             "pad_id": chat.choose_pad_id(self.tokenizer),
             "template_hash": chat.template_hash(self.tokenizer),
             "eval_rows": found["eval"]["prepared"] if found["eval"] else 0,
             "duplicates": overlap["rows"],
-            "exact_duplicates": repeats,
-            "overlap": overlap,
-            "report": report,
         }
+        return result | found | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 
 def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
@@ -356,8 +354,7 @@ def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tupl
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
     rows = iterate_rows(config.train_files, config.data, config.train.seed, accounts["train"])
     if isinstance(share, float):
-        chance = random.Random(f"{config.train.seed} eval")
-        apart = set_apart(rows, share, chance, accounts["train"])
+        apart = set_apart(rows, share, random.Random(f"{config.train.seed} eval"), accounts["train"])
         yield from (("eval" if held else "train", row) for row, held in apart)
     else:
         yield from (("train", row) for row in rows)

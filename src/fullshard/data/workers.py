@@ -23,52 +23,46 @@ SETUP = "setup"  # what the first child asks for
 
 
 class Workers:
-    """``in_order`` renders chunks; a context, at whose end no process is left. ``setup``: of ChunkRenderer."""
+    """``in_order`` renders chunks; ``close`` leaves no process behind. ``setup``: of ChunkRenderer."""
 
     def __init__(self, setup: tuple[Any, ...], count: int) -> None:
-        self._setup, self._count = setup, count
-        self._render = ChunkRenderer(*setup)
+        self._setup, self._count, self._render = setup, count, ChunkRenderer(*setup)
         self._process: subprocess.Popen[bytes] | None = None
         self._busy: dict[Connection, int | None] = {}  # the number of its chunk; None: it starts
         self._idle: list[Connection] = []
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def close(self) -> None:
+        """End the children: at once where one is at work or starting."""
         for connection in [*self._busy, *self._idle]:
             connection.close()
         if self._process is not None:
-            if self._busy:
-                with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
+                if self._busy:
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def in_order(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """What ChunkRenderer makes of each chunk, in their order. Raises ChildProcessError where a child was ended.
+        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held.
 
-        At most two chunks a process are held.
+        Raises EOFError or ConnectionError where a child was killed.
         """
         source, done, number, given = iter(chunks), {}, 0, 0
         chunk = next(source, None)
         while chunk is not None or given < number:
             if number == ALONE_CHUNKS and self._process is None and self._count > 1:
                 self._start()
-            while chunk is not None and number < given + 2 * self._count and (self._idle or not self._ready):
-                if self._idle:
-                    worker = self._idle.pop()
-                    self._busy[worker] = number
-                    with _alive():
-                        worker.send(chunk)
-                else:  # there is nobody yet to give it to
-                    done[number] = self._render(chunk)
+            while self._idle and chunk is not None and number < given + 2 * self._count:
+                worker = self._idle.pop()
+                self._busy[worker] = number
+                worker.send(chunk)
                 number, chunk = number + 1, next(source, None)
-                if not self._ready:
-                    break
+            if chunk is not None and not self._ready:  # there is nobody yet to give it to
+                done[number] = self._render(chunk)
+                number, chunk = number + 1, next(source, None)
             while given in done:
                 yield done.pop(given)
                 given += 1
-            if self._busy and (not self._ready or given < number or chunk is not None):
+            if self._busy and (chunk is not None or given < number):
                 self._receive(done)
 
     @property
@@ -77,13 +71,12 @@ class Workers:
 
     def _receive(self, done: dict[int, Any]) -> None:
         for worker in wait(list(self._busy), None if self._ready else 0):
-            with _alive():
-                answer = worker.recv()
-                if answer == SETUP:
-                    worker.send(self._setup)
-                    continue
-            number = self._busy.pop(worker)
+            answer = worker.recv()
+            if answer == SETUP:
+                worker.send(self._setup)
+                continue
             self._idle.append(worker)
+            number = self._busy.pop(worker)
             if number is not None:
                 done[number] = answer
 
@@ -92,39 +85,24 @@ class Workers:
 
         pairs = [socket.socketpair() for _ in range(self._count)]
         theirs = [there.fileno() for _, there in pairs]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fullshard.data.workers", *map(str, theirs)],
-            stdin=subprocess.DEVNULL,
-            env=one_core_environment(),
-            pass_fds=theirs,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others
+        command = [sys.executable, "-m", "fullshard.data.workers", *map(str, theirs)]
+        self._process = subprocess.Popen(  # in a session of its own: Ctrl-C is for this process, which ends the others
+            command, stdin=subprocess.DEVNULL, env=one_core_environment(), pass_fds=theirs, start_new_session=True
         )
         for here, there in pairs:
             there.close()
             self._busy[Connection(here.detach())] = None
 
 
-class _alive:
-    """ChildProcessError where the other end of a socket is gone."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EOFError | ConnectionError):
-            raise ChildProcessError("A process that tokenises rows has ended: killed, often for memory, or broken.")
-
-
-def _be_worker(handles: list[str]) -> None:
-    """Render what comes, until the socket closes; the first handle is of this process, the others of its forks."""
-    connections = [Connection(int(handle)) for handle in handles]
+def _be_worker(connections: list[Connection]) -> None:
+    """Render what comes, until the socket closes; the first connection is of this process, the others of its forks."""
     mine = connections[0]
     with suppress(EOFError, ConnectionError):
         mine.send(SETUP)
         render = ChunkRenderer(*mine.recv())
         mine = next((connection for connection in connections[1:] if os.fork() == 0), mine)
-        for other in connections:
-            if other is not mine:
-                other.close()
+        for other in set(connections) - {mine}:
+            other.close()
         mine.send(None)
         while True:
             mine.send(render(mine.recv()))
@@ -134,4 +112,4 @@ def _be_worker(handles: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _be_worker(sys.argv[1:])
+    _be_worker([Connection(int(handle)) for handle in sys.argv[1:]])

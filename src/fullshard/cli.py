@@ -234,8 +234,8 @@ def prepare(
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
     audit: Annotated[bool, typer.Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
-    page: Annotated[str | None, typer.Option(help="The page of --audit. Default: [OUTPUT/]audit.html.")] = None,
-    lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of --audit.")] = "en",
+    page: Annotated[str | None, typer.Option(help="Audit, with this page. Default: [OUTPUT/]audit.html.")] = None,
+    lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of the audit.")] = "en",
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -243,7 +243,7 @@ def prepare(
     config = fullshard.load_config(recipe, overrides or ())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
-        path = Path(page or Path(output or "") / "audit.html")
+        audit, path = audit or page or lang != "en", Path(page or Path(output or "") / "audit.html")
         result = fullshard.audit_data(config, folder, path, lang) if audit else fullshard.prepare_data(config, folder)
         if json_output:
             _print_json(result)

@@ -121,12 +121,13 @@ def test_a_long_row_shows_its_end(job):
 
 
 def test_in_chinese_and_where_the_page_is_asked_for(job, capsys):
-    out = run(capsys, "prepare", "recipe.yaml", "--audit", "--lang", "zh", "--page", "页.html", "--show", "0")
+    out = run(capsys, "prepare", "recipe.yaml", "--lang", "zh", "--page", "页.html", "--show", "0")
     assert out.splitlines()[-1] == "Page: 页.html" and "与另一行近似重复" in out
     page = (job / "页.html").read_text(encoding="utf-8")
     assert '<html lang="zh-CN">' in page and "计入损失" in page
     parse(page)
     assert not (job / "audit.html").exists()
+    assert "Page" not in run(capsys, "prepare", "recipe.yaml") and not (job / "audit.html").exists()
 
 
 def test_json_is_only_json(job, capsys):

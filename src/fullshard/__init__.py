@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from fullshard.launch import resume_run, train_run
     from fullshard.merge.job import merge_run
     from fullshard.planning.search import make_plan
+    from fullshard.report.data import audit_data
 
 _PLACES = {
     "UserError": ("fullshard.errors", "UserError"),
     "load_config": ("fullshard.config", "load_config"),
     "make_plan": ("fullshard.planning.search", "make_plan"),
     "prepare_data": ("fullshard.data.prepared", "prepare"),
+    "audit_data": ("fullshard.report.data", "audit_data"),
     "train_run": ("fullshard.launch", "train_run"),
     "resume_run": ("fullshard.launch", "resume_run"),
     "merge_run": ("fullshard.merge.job", "merge_run"),
@@ -34,6 +36,7 @@ _PLACES = {
 __all__ = [
     "UserError",
     "__version__",
+    "audit_data",
     "evaluate_run",
     "generate_text",
     "load_config",

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -233,6 +233,9 @@ def prepare(
         str | None, typer.Option(help="Keep the prepared rows here. Default: keep nothing.", show_default=False)
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
+    audit: Annotated[bool, typer.Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
+    page: Annotated[str | None, typer.Option(help="Audit, with this page. Default: [OUTPUT/]audit.html.")] = None,
+    lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of the audit.")] = "en",
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -240,17 +243,23 @@ def prepare(
     config = fullshard.load_config(recipe, overrides or ())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
-        result = fullshard.prepare_data(config, folder)
+        audit, path = audit or page or lang != "en", Path(page or Path(output or "") / "audit.html")
+        result = fullshard.audit_data(config, folder, path, lang) if audit else fullshard.prepare_data(config, folder)
         if json_output:
             _print_json(result)
             return
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview
         from fullshard.model.fetch import with_model_folder
+        from fullshard.report.data import audit_tables
 
         print("\n".join(result["report"]))
         tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
         print("\n".join(preview(folder, "train", tokenizer, show)))
+        if audit:
+            for title, columns, rows in audit_tables(result, lang, limit=5):
+                _print_table(columns, rows, title=title, title_justify="left")
+            print(f"Page: {path}")
 
 
 @app.command(rich_help_panel=MORE)
@@ -328,19 +337,24 @@ def _print_trained(result: Any, json_output: bool) -> None:
 
 def _print_answers(result: Any, count: int) -> None:
     """A table of the first answers: expected, the base's where there is one, the model's."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     rows = [[answer.prompt, answer.expected, answer.answer] for answer in result.answers[:count]]
     names = ["question", "expected", "answer"]
     if result.base:
         names.insert(2, "base answer")
         for row, answer in zip(rows, result.base.answers, strict=False):
             row.insert(2, answer.answer)
-    table = Table(*names, show_lines=True)
+    _print_table(names, rows, show_lines=True)
+
+
+def _print_table(columns: list[str], rows: list[list[Any]], **options: Any) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    sides = ["left" if isinstance(cell, str) else "right" for cell in rows[0]] if rows else []
+    table = Table(*(Column(name, justify=side, overflow="fold") for name, side in zip(columns, sides)), **options)  # noqa
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
     if rows:
         Console().print(table)
 

@@ -119,6 +119,13 @@ def set_threads(num_threads: int) -> None:
     torch.set_num_threads(max(1, num_threads))
 
 
+def one_core_environment() -> dict[str, str]:
+    """This process's environment for a child that tokenises on one core; glibc keeps what is freed for the next row."""
+    malloc = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=4096", "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    return {**os.environ, **malloc, **one, "TOKENIZERS_PARALLELISM": "false"}
+
+
 def require_tf32() -> None:
     """ConfigError where fp32 products cannot run in TF32 (NVIDIA from Ampere on) or HF32 (Ascend 910B on, as bf16)."""
     kind = device_kind()

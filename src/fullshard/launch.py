@@ -103,8 +103,9 @@ def prepare_run(
 ) -> None:
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
+    from rich.progress import Progress
 
-    from fullshard.data.prepared import prepare, write_held_out
+    from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.infer.model_folder import check_generation_config
     from fullshard.model.fetch import with_model_folder
     from fullshard.model.load import WeightFiles, build_on_meta
@@ -112,7 +113,8 @@ def prepare_run(
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+    unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
+    if run.exists() and (not run.is_dir() or set(run.iterdir()) - {unfinished}):
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
     asked, config = config.model, with_model_folder(config)
@@ -126,10 +128,6 @@ def prepare_run(
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
-
-    def show(split: str, done: int, total: int) -> None:
-        status.update(f"preparing {split}: {done:,} of {total:,} rows")
-
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
         values = config.model_dump(mode="json") | {ASKED: asked.model_dump(mode="json")}
@@ -138,7 +136,12 @@ def prepare_run(
             del values["lora"]  # a full recipe may not have the section
         write_json(run / run_folder.CONFIG, values)
         write_json(run / run_folder.ENVIRONMENT, _environment())
-        with Console(quiet=quiet).status("preparing the data") as status:
+        with Progress(console=Console(quiet=quiet), transient=True) as bars:
+            tasks = {split: bars.add_task(f"preparing {split}", visible=False) for split in ("eval", "train")}
+
+            def show(split: str, done: int, total: int | None) -> None:
+                bars.update(tasks[split], completed=done, total=total, visible=True)
+
             account = prepare(config, run / run_folder.PREPARED, show)
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
@@ -146,12 +149,21 @@ def prepare_run(
         plan = make_plan(config, ranks)
         write_json(run / run_folder.PLAN, asdict(plan))
     except BaseException:
-        shutil.rmtree(run, ignore_errors=True)
+        _clear(run, unfinished)
         raise
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
         print("\n".join([*check_generation_config(folder), *account["report"], plan.to_summary()]))
+
+
+def _clear(run: Path, unfinished: Path) -> None:
+    """Remove a run folder but for an unfinished preparation, with which the next start goes on."""
+    for path in run.iterdir():
+        if path != unfinished:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not any(run.iterdir()):
+        run.rmdir()
 
 
 def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -266,7 +278,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
             if (run / run_folder.PLAN).is_file():
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
-            shutil.rmtree(run)  # the attempt before ended while it prepared
+            _clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
         prepare_run(config, run, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)

@@ -37,7 +37,7 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def claim_run(run: Path) -> IO[str]:
+def claim_run(run: Path, doing: str = "trained") -> IO[str]:
     """Lock ``run`` for this process until the returned file is closed or the process ends, killed or not.
 
     Raises ConfigError where another process trains it: two would write the same checkpoints.
@@ -49,7 +49,7 @@ def claim_run(run: Path) -> IO[str]:
         lock.seek(0)
         process = lock.read().strip()
         lock.close()
-        message = f"{run} is being trained now, by process {process}."
+        message = f"{run} is being {doing} now, by process {process}."
         raise ConfigError(message, f"Wait, or end it: kill {process}") from None
     except OSError as error:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)

@@ -6,104 +6,142 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.data.sources import Account
 from fullshard.errors import DataError
 
 NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
 SHOWN = 3  # rows named in a message
+LARGEST = ("longest", "longest_written", "max_token_id")  # of these figures the largest counts, the others add up
+STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
 
 
 @dataclass
 class Audit:
-    """Row accounting of one split. A source row is used or dropped; the tokens of all add up."""
+    """Row accounting of one split, or of a part of it: see ``add``. A source row is used or dropped; all tokens add up.
 
-    split: str
-    shape: str
-    max_length: int
-    rows: int = 0  # source rows read
+    ``length_histogram``: training rows by tokens before cutting; the key is the least length of its bucket: steps of 32
+    tokens up to 2,048, then powers of two.
+    """
+
+    rows: int = 0  # source rows read, without copies by weight
+    copies: int = 0
     used: int = 0  # source rows of which at least one training row is kept
-    prepared: int = 0  # training rows written; more than used where a template needs a row per answer
-    dropped: dict[str, list[str]] = field(default_factory=dict)  # reason -> origins
-    partly: list[str] = field(default_factory=list)  # origins of used rows that lost one of their training rows
-    cut: list[str] = field(default_factory=list)  # origins
+    prepared: int = 0  # training rows written; more than used by copies, and where a template needs a row per answer
+    partly: int = 0  # used rows that lost one of their training rows
+    cut: int = 0  # training rows
     tokens: int = 0
-    supervised: int = 0  # supervised positions
+    supervised_tokens: int = 0  # supervised positions
     targets: int = 0  # supervised positions that can be predicted (all but a row's first)
     tokens_dropped: int = 0
     tokens_cut: int = 0
     longest: int = 0  # tokens of the longest row before cutting or dropping
-    longest_origin: str = ""
     longest_written: int = 0  # and after
+    max_token_id: int = 0
+    special_strings: int = 0  # source rows that write out a special token where it is no answer
+    longest_origin: str = ""
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> source rows
+    refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
     stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
+    length_histogram: Counter[int] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)  # reason, or name of a figure -> its first origins
+    unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: as refuse_unsupervised
 
-    def drop(self, origin: str, reason: str) -> None:
-        """Count a dropped source row."""
-        self.dropped.setdefault(reason, []).append(origin)
+    def note(self, what: str, origin: str) -> None:
+        """Remember a place, if it is among the first."""
+        if len(places := self.places.setdefault(what, [])) < SHOWN:
+            places.append(origin)
 
-    def to_json(self) -> dict[str, Any]:
-        """The numbers, for data.json."""
-        return {
-            "shape": self.shape,
-            "rows": self.rows,
-            "used": self.used,
-            "prepared": self.prepared,
-            "dropped": {reason: len(origins) for reason, origins in self.dropped.items()},
-            "partly": len(self.partly),
-            "cut": len(self.cut),
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised,
-            "targets": self.targets,
-            "tokens_dropped": self.tokens_dropped,
-            "tokens_cut": self.tokens_cut,
-            "longest": self.longest,
-            "longest_origin": self.longest_origin,
-            "longest_written": self.longest_written,
-            "stop_tokens": sum(self.stops.values()),
+    def measure(self, length: int, origin: str) -> None:
+        """Count the length of a training row as rendered."""
+        if length > self.longest:
+            self.longest, self.longest_origin = length, origin
+        step = length // STEP_TOKENS * STEP_TOKENS if length < FINE_TOKENS else 1 << (length.bit_length() - 1)
+        self.length_histogram[step] += 1
+
+    def add(self, later: Audit) -> None:
+        """Take in the account of the rows that follow."""
+        if later.longest > self.longest:
+            self.longest_origin = later.longest_origin
+        for name, value in vars(later).items():
+            mine = getattr(self, name)
+            if isinstance(value, Counter):
+                mine.update(value)
+            elif isinstance(value, dict):
+                mine.update({what: (mine.get(what, []) + places)[:SHOWN] for what, places in value.items()})
+            elif isinstance(value, list):
+                mine.extend(value[: 1 - len(mine)])
+            elif isinstance(value, int):
+                setattr(self, name, max(mine, value) if name in LARGEST else mine + value)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Audit:
+        """What ``vars`` of an audit was, written as JSON and read again."""
+        numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
+        counters = {name: values[name] for name in ("dropped", "refused")} | numbers
+        return cls(**values | {name: Counter(counts) for name, counts in counters.items()})
+
+    def to_json(self, account: Account) -> dict[str, Any]:
+        """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""
+        figures = {name: value for name, value in vars(self).items() if isinstance(value, int | str)}
+        return figures | {
+            "shape": ", ".join(account.shapes),
+            **{name: getattr(account, name) for name in ("read", "blank", "held_out")},
+            **{"bad": dict(account.bad), "dropped": dict(account.dropped), "places": self.places | account.places},
+            "special_strings": {"rows": self.special_strings, "places": self.places.get("special_strings", [])},
+            "length_histogram": {str(length): count for length, count in sorted(self.length_histogram.items())},
+            "stop_tokens": self.stops.total(),
             "stop_ids": [number for number, _ in self.stops.most_common()],
         }
 
-    def report(self, tokenizer: Any) -> list[str]:
+    def report(self, split: str, shape: str, max_length: int, tokenizer: Any) -> list[str]:
         """The lines that a person reads."""
-        share = 100 * self.supervised / max(1, self.tokens)
+        share = 100 * self.supervised_tokens / max(1, self.tokens)
         names = ", ".join(tokenizer.convert_ids_to_tokens(number) for number, _ in self.stops.most_common())
         lines = [
-            f"{self.split} ({self.shape}): {self.rows:,} rows: {self.used:,} used; {self.tokens:,} tokens,"
-            f" {self.supervised:,} supervised ({share:.0f}%), longest row {self.longest:,} of {self.max_length:,}",
-            f"{self.split}: supervised stop tokens: {sum(self.stops.values()):,}" + (f" ({names})" if names else ""),
+            f"({shape}): {self.rows:,} rows: {self.used:,} used; {self.tokens:,} tokens,"
+            f" {self.supervised_tokens:,} supervised ({share:.0f}%), longest row {self.longest:,} of {max_length:,}",
+            f"supervised stop tokens: {sum(self.stops.values()):,}" + (f" ({names})" if names else ""),
         ]
         if not self.stops:
             lines[-1] += "; the model does not learn where to stop, because the rows end in no special token"
-        for reason, origins in self.dropped.items():
-            lines.append(f"{self.split}: {len(origins):,} of {self.rows:,} dropped: {reason} ({_some(origins)})")
+        for reason, count in self.dropped.items():
+            lines.append(f"{count:,} of {self.rows:,} dropped: {reason} ({self._some(reason, count)})")
         if self.partly:
-            lines.append(
-                f"{self.split}: {len(self.partly):,} used rows lost an answer: too long ({_some(self.partly)})"
-            )
+            lines.append(f"{self.partly:,} used rows lost an answer: too long ({self._some('partly', self.partly)})")
         if self.cut:
-            lines.append(
-                f"{self.split}: {len(self.cut):,} of {self.rows:,} cut at {self.max_length} tokens ({_some(self.cut)})"
-            )
+            lines.append(f"{self.cut:,} of {self.rows:,} cut at {max_length} tokens ({self._some('cut', self.cut)})")
         if self.tokens_dropped or self.tokens_cut:
             total = self.tokens + self.tokens_dropped + self.tokens_cut
+            parts = f"{self.tokens:,} used + {self.tokens_dropped:,} dropped + {self.tokens_cut:,} cut"
+            lines.append(f"{total:,} tokens in = {parts}")
+        if self.special_strings:
+            some = self._some("special_strings", self.special_strings)
             lines.append(
-                f"{self.split}: {total:,} tokens in = {self.tokens:,} used + {self.tokens_dropped:,} dropped"
-                f" + {self.tokens_cut:,} cut"
+                f"{self.special_strings:,} rows write out a special token, read as that token ({some})"
             )
-        if self.prepared > self.used:
-            lines.append(
-                f"{self.split}: {self.used:,} rows became {self.prepared:,}, one per answer, because the chat template"
-                " rewrites earlier turns"
-            )
-        return lines
+        if self.prepared > self.used + self.copies:
+            became = f"{self.used:,} rows became {self.prepared:,}"
+            lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")
+        return [f"{split}{' ' if line.startswith('(') else ': '}{line}" for line in lines]
 
+    def refuse(self, max_length: int) -> DataError | None:
+        """The error for rows that may not be dropped; None where there are none."""
+        if self.unsupervised:
+            return refuse_unsupervised(*self.unsupervised[0], max_length, self.refused[NO_SUPERVISED] - 1)
+        count = self.refused[TOO_LONG]
+        if not count:
+            return None
+        rows = "1 row is" if count == 1 else f"{count:,} rows are"
+        return DataError(
+            f"{rows} longer than data.max_length ({max_length} tokens): {self._some('refused', count)};"
+            f" the longest has {self.longest}.",
+            f"Set data.max_length={self.longest}, or data.too_long=drop to leave such rows out, or data.too_long=cut.",
+        )
 
-def refuse_too_long(origins: list[str], longest: int, max_length: int) -> DataError:
-    """The error for rows over ``max_length`` under the policy "stop"; ``longest`` is the longest such row."""
-    rows = "1 row is" if len(origins) == 1 else f"{len(origins):,} rows are"
-    return DataError(
-        f"{rows} longer than data.max_length ({max_length} tokens): {_some(origins)}; the longest has {longest}.",
-        f"Set data.max_length={longest}, or data.too_long=drop to leave such rows out, or data.too_long=cut.",
-    )
+    def _some(self, what: str, count: int) -> str:
+        more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
+        return ", ".join(self.places[what]) + more
 
 
 def refuse_unsupervised(origin: str, length: int, before: int | None, max_length: int, more: int) -> DataError:
@@ -122,8 +160,3 @@ def refuse_unsupervised(origin: str, length: int, before: int | None, max_length
         f" nothing would be supervised.{others}",
         f"Set data.max_length={length} (the whole row), or data.too_long=drop to leave such rows out.",
     )
-
-
-def _some(origins: list[str]) -> str:
-    more = f" and {len(origins) - SHOWN:,} more" if len(origins) > SHOWN else ""
-    return ", ".join(origins[:SHOWN]) + more

@@ -1,8 +1,8 @@
-"""Many rows to tokens at once: ids and masks as of ``Renderer``, without rendering and masking each row by itself.
+"""Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
 A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
 roles are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such
-row, as distances to a content's borders, and tokens come from one call of the tokenizer for the whole batch.
+row, as distances to a content's borders.
 
 A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a
 string that the template or the special tokens know, or the message has more than role and content. And the fast way is
@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from typing import Any
@@ -24,7 +23,7 @@ from fullshard.data.chat import Rendered, Renderer
 from fullshard.data.sources import Row
 from fullshard.errors import DataError
 
-BATCH_ROWS = 1000
+BATCH_ROWS = 500
 CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 
@@ -50,53 +49,44 @@ class BatchRenderer:
         self._renderer = renderer
         self._patterns: dict[tuple[str, ...], _Pattern | None] = {}  # None: only the slow way is right
         tokenizer = renderer.tokenizer
-        known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        added = tokenizer.added_tokens_decoder.values()
+        known = {token.content for token in added}
         if tokenizer.chat_template:
             known |= _constants(tokenizer.get_chat_template())
-        self._special = re.compile("|".join(map(re.escape, known)) or r"(?!)")
+        self.plain = False  # whether the row just rendered needed no second look
+        self._known = _any_of(known)
+        self._special = _any_of({token.content for token in added if token.special})
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
-        """Each row with its training rows, in order; one batch is tokenised while the one before is masked.
-
-        Raises DataError naming the row.
-        """
-        source, ahead = iter(rows), None
-        with ThreadPoolExecutor(1) as pool:
-            while True:
-                batch = list(islice(source, BATCH_ROWS))
-                prepared = [self._prepare(row) for row in batch]
-                coming = pool.submit(self._encode, [text for _, text, _ in filter(None, prepared)])
-                if ahead is not None:
-                    yield from self._mask_batch(*ahead)
-                ahead = (batch, prepared, coming)
-                if not batch:
-                    return
-
-    def _encode(self, texts: list[str]) -> list[Any]:
-        return self._renderer.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) if texts else []
-
-    def _mask_batch(
-        self, rows: list[Row], prepared: list[tuple[_Pattern, str, list[int]] | None], coming: Future[list[Any]]
-    ) -> Iterator[tuple[Row, list[Rendered]]]:
-        encodings = iter(coming.result())
-        for row, known in zip(rows, prepared, strict=True):
-            if known is None:
-                yield row, self._renderer.row(row)
-                continue
-            pattern, _, anchors = known
-            found = [_mask(pattern, next(encodings), anchors)]
-            pattern.seen += 1
-            if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
-                slow = self._renderer.row(row)
-                if slow != found:
-                    self._patterns[_roles(row)] = None
-                    pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
-                    found = slow
-            yield row, found
+        """Each row with its training rows, in order; ``plain``: which way it went. A DataError names the row."""
+        source = iter(rows)
+        while batch := list(islice(source, BATCH_ROWS)):
+            prepared = [self._prepare(row) for row in batch]
+            texts = [text for _, text, _ in filter(None, prepared)]
+            encodings = iter(
+                self._renderer.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+                if texts
+                else ()
+            )
+            for row, known in zip(batch, prepared, strict=True):
+                self.plain = known is not None
+                if known is None:
+                    yield row, self._renderer.row(row)
+                    continue
+                pattern, _, anchors = known
+                found = [_mask(pattern, next(encodings), anchors)]
+                pattern.seen += 1
+                if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
+                    slow = self._renderer.row(row)
+                    if slow != found:
+                        self._patterns[_roles(row)] = None
+                        pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
+                        found = slow
+                yield row, found
 
     def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
         """The row's pattern, text and anchors; None for the slow way."""
-        if row.messages is None or row.tools or not self._is_plain(row):
+        if row.messages is None or row.tools or not self._is_plain(row.messages):
             return None
         roles = _roles(row)
         if roles not in self._patterns:
@@ -104,14 +94,19 @@ class BatchRenderer:
         pattern = self._patterns[roles]
         return None if pattern is None else (pattern, *_fill(pattern, row))
 
-    def _is_plain(self, row: Row) -> bool:
-        for message in row.messages or ():
+    def _is_plain(self, messages: list[dict[str, Any]]) -> bool:
+        for message in messages:
             content = message["content"]
             if len(message) > 2 or not isinstance(content, str) or not content or content != content.strip():
                 return False
-            if self._special.search(content):
+            if self._known.search(content):
                 return False
         return True
+
+    def writes_special(self, row: Row) -> bool:
+        """Whether a text, or a message that is not the assistant's, writes out a special token."""
+        said = [message["content"] for message in row.messages or () if message["role"] != "assistant"]
+        return any(self._special.search(text) for text in [*said, row.text] if text)
 
     def _learn(self, row: Row) -> _Pattern | None:
         """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
@@ -183,6 +178,10 @@ def _token_at(encoding: Any, place: int, end: int, num_tokens: int) -> int:
         if token is not None:
             return token if encoding.token_to_chars(token)[0] >= place else token + 1
     return num_tokens
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def _constants(template: str) -> set[str]:

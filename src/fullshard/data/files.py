@@ -31,7 +31,7 @@ WAYS = """Other ways:
      ModelScope:  pip install 'fullshard[modelscope]', then data.source=modelscope in the recipe
      your files:  data.train=FILE or FOLDER (.jsonl, .json, .csv, .txt, .parquet)"""
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
-Files = Iterator[tuple[str, Iterator[Record]]]  # label, records
+Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
 
 
 class BadRow(DataError):
@@ -43,7 +43,7 @@ class BadRow(DataError):
 
 
 def open_records(name: str, source: str) -> Files:
-    """(label, records) of each file that ``name`` stands for: a file, a folder, FOLDER:SPLIT, or a data set id.
+    """(label, records, content) of each file that ``name`` stands for: a file, folder, FOLDER:SPLIT, or data set id.
 
     ``source``: huggingface or modelscope, where an id is fetched. A local path always wins. Raises DataError.
     """
@@ -51,7 +51,7 @@ def open_records(name: str, source: str) -> Files:
     if path.is_dir() or (whole and not path.exists() and Path(whole).is_dir()):
         yield from _open_folder(path, "") if path.is_dir() else _open_folder(Path(whole), split)
     elif path.exists() or not found or _format_of(found[1]):
-        yield name, read_file(path)
+        yield name, read_file(path), path
     else:
         yield from _open_id(found[1], found[2], found[3], source)
 
@@ -251,14 +251,14 @@ def _open_folder(folder: Path, split: str) -> Files:
             if path.is_file() and _format_of(path.name) and not NO_DATA.search(inside):
                 word = SPLIT_WORD.search(inside)
                 files.setdefault(word[1].lower() if word else "train", []).append(path)
-        yield from ((str(path), read_file(path)) for path in _choose_split(files, split, folder))
+        yield from ((str(path), read_file(path), path) for path in _choose_split(files, split, folder))
         return
     import datasets
 
     with Blame(DataError, f"{folder} is no whole data set", "Save it again."):
         found = datasets.load_from_disk(str(folder))
     splits = found if isinstance(found, dict) else {str(found.split or "train"): found}
-    yield str(folder), _guarded(_number(_choose_split(splits, split, folder)), folder)
+    yield str(folder), _guarded(_number(_choose_split(splits, split, folder)), folder), folder
 
 
 def _choose_split(splits: dict[str, Any], wanted: str, folder: Path) -> Any:
@@ -281,7 +281,7 @@ def _open_id(data_id: str, subset: str | None, split: str | None, source: str) -
 
             rows = datasets.load_dataset(data_id, subset, split=split or "train")
             label = ":".join(filter(None, (data_id, subset, split or "train")))
-            return iter([(label, _guarded(_number(rows), label))])
+            return iter([(label, _guarded(_number(rows), label), str(rows._fingerprint))])  # of commit, files, split
         from modelscope.hub.snapshot_download import dataset_snapshot_download
 
         return _open_folder(Path(dataset_snapshot_download(data_id), subset or ""), split or "")

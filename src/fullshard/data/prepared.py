@@ -1,8 +1,11 @@
-"""The prepared data: tokenised and masked rows in memory-mapped arrays, written once before any rank starts.
+"""The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
 
-A split's folder holds ``tokens.npy`` (int32, all rows end to end), ``supervised.npy`` (bool, same length),
-``offsets.npy`` (int64, rows + 1), ``origins.npy`` (int32, rows x 2: file, line) and ``meta.json``. Beside the splits
-lies ``data.json``, what ``prepare`` returns.
+A split's folder holds safetensors files: ``tokens`` (int32, all rows end to end), ``supervised`` (bool, same length)
+and ``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64: a hash of what
+the source row says; ``targets`` int32), and ``meta.json``. Beside them lies ``data.json``, what ``prepare`` returns.
+
+All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the folder, which gets its name when it is
+whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on there.
 """
 
 from __future__ import annotations
@@ -10,44 +13,59 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
-from array import array
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from fullshard.config import DataSection, RunConfig
+from fullshard.config import RunConfig
 from fullshard.data import audit, chat
-from fullshard.data.batch_render import BatchRenderer
-from fullshard.data.pack import shuffle
-from fullshard.data.sources import Source, read_source
-from fullshard.errors import DataError
+from fullshard.data.chunks import RECORD, Part, cut_chunks
+from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
+from fullshard.data.workers import Workers
+from fullshard.device import num_cores
+from fullshard.errors import DataError, UserError
 from fullshard.model.fetch import with_model_folder
-from fullshard.run_folder import DATA, SCHEMA_VERSION, publish_folder, read_json, write_json
+from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, publish_folder, read_json, write_json
 
-META = "meta.json"
-Progress = Callable[[str, int, int], None]  # split, rows done, rows in all
+FORMAT = 2  # of the files; 1 was numpy's
+META, JOURNAL = "meta.json", "journal.json"
+TOKENS, SUPERVISED, ROWS = (f"{name}.safetensors" for name in ("tokens", "supervised", "rows"))
+RECORDS = "records.bin"  # RECORD after RECORD, until they become ROWS
+HEADER_BYTES = 512  # of each safetensors file: its tensors' places are known only at the end
+JOURNAL_SECONDS = 5.0
+ITEM_BYTES = {"BOOL": 1, "I32": 4, "I64": 8, "U64": 8}  # of safetensors' types
+Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all where that is known
 
 
 class PreparedData:
-    """One split, opened read only. ``lengths`` and ``supervised`` (targets: supervised positions but a row's first)
-    are int64 arrays over rows; ``hash`` is the SHA-256 of the content.
+    """One split, opened read only. ``lengths``, ``supervised`` (targets: supervised positions but a row's first; both
+    int64) and ``content`` (uint64: rows of one source row, and exact duplicates, have the same) are arrays over rows;
+    ``hash`` is a SHA-256 of the content.
     """
 
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)
         self.hash: str = self.meta["hash"]
-        self.lengths: np.ndarray
-        self._tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        self._supervised = np.load(folder / "supervised.npy", mmap_mode="r")
-        self._offsets = np.load(folder / "offsets.npy")
-        self._origins = np.load(folder / "origins.npy", mmap_mode="r")
-        self.lengths = np.diff(self._offsets)
-        counts = np.add.reduceat(self._supervised, self._offsets[:-1], dtype=np.int64)
-        self.supervised: np.ndarray = counts - self._supervised[self._offsets[:-1]]
+        try:
+            (self._tokens,) = _map(folder / TOKENS, "tokens")
+            (self._supervised,) = _map(folder / SUPERVISED, "supervised")
+            self._offsets, self._origins, self.content, targets = _map(
+                folder / ROWS, "offsets", "origins", "content", "targets"
+            )
+        except (SafetensorError, OSError) as error:
+            hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
+            raise DataError(f"{folder} is damaged, or of an older version: {error}.", hint) from None
+        self.lengths: np.ndarray = np.diff(self._offsets)
+        self.supervised: np.ndarray = targets.astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,6 +80,20 @@ class PreparedData:
         file, line = self._origins[number]
         return f"{self.meta['files'][file]}:{line}"
 
+    def source_rows(self) -> np.ndarray:
+        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it."""
+        changed = (self._origins[1:] != self._origins[:-1]).any(axis=1)
+        return np.flatnonzero(np.insert(changed, 0, True))
+
+
+def _map(path: Path, *names: str) -> list[np.ndarray]:
+    """Tensors of a safetensors file as arrays in its memory map."""
+    with safe_open(path, framework="pt") as file:
+        found = [file.get_tensor(name).numpy() for name in names]
+    for array in found:
+        array.flags.writeable = False
+    return found
+
 
 def open_prepared(folder: Path, split: str) -> PreparedData:
     """The split "train" or "eval" of a prepared folder. Raises DataError where it is not there."""
@@ -73,12 +105,13 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder`` and return the content of data.json.
 
-    The folder appears whole or not at all; one that was made from the same inputs is kept as it is. Keys of the result:
-    ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (accounting, see Audit.to_json; eval may be None),
-    ``supervised_tokens`` and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training rows,
-    ``longest`` (row as written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
-    ``duplicates`` (training rows that also occur in eval) and ``report`` (lines to print). Raises DataError for
-    anything in the data that cannot be trained on.
+    The folder appears whole or not at all; one that was made from the same inputs (by the files' bytes) is kept as it
+    is. Keys of the result: ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be
+    None), ``supervised_tokens`` and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training
+    rows, ``longest`` (row as written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
+    ``exact_duplicates`` (training rows that repeat an earlier one: rows, and as places the first pairs of origins),
+    ``overlap`` (training rows that also occur in eval, the same way; their number is ``duplicates`` too) and ``report``
+    (lines to print). Raises DataError for anything in the data that cannot be trained on.
     """
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
@@ -89,23 +122,38 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
         num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
         chat.check_tokenizer(tokenizer, num_embeddings)
-    train, held_out = _read_splits(config)
-    key = _input_key(config, tokenizer, train, held_out)
+    key, totals = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
     known = read_json(folder / DATA) if DATA in inside else {}
     if inside and ("key" not in known or not inside <= {DATA, "train", "eval"}):  # a run folder has a data.json too
         raise DataError(f"{folder} exists and holds something else than prepared data.", "Choose another folder.")
     if known.get("key") == key:
         return known
-    temporary = _fresh(folder.with_name(f".{folder.name}.{os.getpid()}.tmp"))
+    partial = partial_folder(folder)
     try:
-        result = _prepare_into(temporary, config, tokenizer, (train, held_out), num_embeddings, progress)
-        result["key"] = key
-        write_json(temporary / DATA, result)
-        publish_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder.parent} cannot be written: {error.strerror}.", "Choose another folder.") from None
+    with claim_run(partial, "prepared"):
+        try:
+            job = _Preparation(config, partial, key, tokenizer)
+            job.write(num_embeddings, totals, progress)
+            write_json(partial / DATA, result := job.finish() | {"key": key})
+            for left in (JOURNAL, LOCK, f"train/{RECORDS}", f"eval/{RECORDS}"):
+                (partial / left).unlink(missing_ok=True)
+            publish_folder(partial, folder)
+        except (EOFError, ConnectionError):
+            problem = "A process that tokenises rows has ended: killed, often for memory, or broken."
+            raise DataError(problem, "The rows done are kept: start the same command again.") from None
+        except UserError:  # another input is needed, so that this part would not be gone on with
+            shutil.rmtree(partial)
+            raise
     return result
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where an unfinished preparation of ``folder`` lies."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def preview(folder: Path, split: str, tokenizer: Any, count: int) -> list[str]:
@@ -123,242 +171,220 @@ def preview(folder: Path, split: str, tokenizer: Any, count: int) -> list[str]:
     return rows
 
 
-def write_split(
-    source: Source,
-    data: DataSection,
-    tokenizer: Any,
-    folder: Path,
-    split: str,
-    num_embeddings: int | None,
-    progress: Progress | None,
-) -> dict[str, Any]:
-    """Render, audit and write one split; returns its accounting with ``hash``, ``max_token_id`` and ``report``."""
-    book = audit.Audit(split, ", ".join(source.shapes), data.max_length)
-    arrays = _Arrays()
-    renderer = BatchRenderer(chat.Renderer(tokenizer, data.loss_on, data.template_arguments))
-    too_long: list[tuple[int, str]] = []
-    unsupervised: list[tuple[str, int, int | None]] = []
-    for number, (row, training_rows) in enumerate(renderer.render(source.rows)):
-        kept = lost = 0
-        reason = ""
-        for rendered in training_rows:
-            problem = _fit(rendered, row.origin, data, book, arrays, num_embeddings)
-            if problem is None:
-                kept += 1
-                continue
-            lost += 1
-            reason = problem
-            _remember(problem, rendered, row.origin, data, too_long, unsupervised)
-        book.rows += 1
-        book.used += kept > 0
-        if not kept:
-            book.drop(row.origin, reason)
-        elif lost:
-            book.partly.append(row.origin)
-        if progress is not None:
-            progress(split, number + 1, len(source.rows))
-    if unsupervised:
-        raise audit.refuse_unsupervised(*unsupervised[0], data.max_length, len(unsupervised) - 1)
-    if too_long:
-        raise audit.refuse_too_long([origin for _, origin in too_long], max(too_long)[0], data.max_length)
-    report = book.report(tokenizer)
-    if not book.used:
-        raise DataError(
-            f"No row is left in {split}. " + " ".join(report[2:]), "Raise data.max_length or repair the rows."
-        )
-    report += source.report(split)
-    if source.unused:
-        report.append(f"{split}: columns not used: {', '.join(source.unused)}")
-    result = book.to_json() | {"max_token_id": arrays.largest, "report": report}
-    result["hash"] = arrays.write(folder, result)
-    return result
+class _Split:
+    """One split on its way to disk, chunk after chunk. ``state``: what the journal says of it, None for a new one."""
+
+    def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
+        self.folder = folder
+        self.book = audit.Audit.from_json(state["audit"]) if state else audit.Audit()
+        self.names = dict.fromkeys(state["files"] if state else ())  # of the files that rows come from, in order
+        self.digest: str = state["digest"] if state else ""
+        folder.mkdir(exist_ok=True)
+        self.files = {}
+        tokens, rows = self.book.tokens, self.book.prepared
+        sizes = {TOKENS: HEADER_BYTES + 4 * tokens, SUPERVISED: HEADER_BYTES + tokens, RECORDS: RECORD.itemsize * rows}
+        for name, right in sizes.items():
+            (folder / name).touch()
+            self.files[name] = file = open(folder / name, "r+b")  # noqa: SIM115 - closed by finish
+            if state and os.fstat(file.fileno()).st_size < right:
+                raise DataError(f"{folder / name} is shorter than its journal says.", "Start again.")
+            file.truncate(right)
+            file.seek(right)
+
+    def append(self, part: Part) -> None:
+        """Write what a chunk has for this split."""
+        self.names |= dict.fromkeys(part.files)
+        places = {name: number for number, name in enumerate(self.names)}
+        records = np.array(part.records, dtype=RECORD)
+        records["file"] = np.array([places[name] for name in part.files], dtype=np.int32)[records["file"]]
+        digest = hashlib.sha256(self.digest.encode())
+        for content in (part.tokens, part.supervised, records["length"].tobytes()):
+            digest.update(content)
+        for name, content in ((TOKENS, part.tokens), (SUPERVISED, part.supervised), (RECORDS, records)):
+            self.files[name].write(content)
+        self.digest = digest.hexdigest()
+        self.book.add(part.book)
+
+    def finish(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the headers, write ROWS, and ``result`` with ``hash`` as META; returns them."""
+        tokens, rows = self.book.tokens, self.book.prepared
+        for name, tensor in ((TOKENS, {"tokens": ("I32", [tokens])}), (SUPERVISED, {"supervised": ("BOOL", [tokens])})):
+            self.files[name].seek(0)
+            self.files[name].write(_header(tensor))
+        for file in self.files.values():
+            file.close()
+        records = np.memmap(self.folder / RECORDS, RECORD, "r")
+        shapes = {"offsets": ("I64", [rows + 1]), "origins": ("I32", [rows, 2])}
+        with open(self.folder / ROWS, "wb") as file:
+            file.write(_header(shapes | {"content": ("U64", [rows]), "targets": ("I32", [rows])}))
+            file.write(np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64))).data)
+            file.write(np.stack([records["file"], records["line"]], axis=1).data)
+            file.write(records["content"].tobytes())
+            file.write(records["targets"].tobytes())
+        result |= {"hash": self.digest}
+        write_json(self.folder / META, result | {"schema": SCHEMA_VERSION, "files": list(self.names)})
+        return result
 
 
-def _fit(
-    rendered: chat.Rendered,
-    origin: str,
-    data: DataSection,
-    book: audit.Audit,
-    arrays: _Arrays,
-    num_embeddings: int | None,
-) -> str | None:
-    """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
-    length = len(rendered.ids)
-    if length > book.longest:
-        book.longest, book.longest_origin = length, origin
-    ids, supervised = rendered.ids[: data.max_length], rendered.supervised[: data.max_length]
-    num_targets = sum(supervised[1:])
-    problem = audit.NO_SUPERVISED if not num_targets else None
-    if problem is None and length > data.max_length and data.too_long != "cut":
-        problem = audit.TOO_LONG
-    if problem is not None:
-        book.tokens_dropped += length
-        return problem
-    if num_embeddings is not None and max(ids) >= num_embeddings:
-        raise DataError(
-            f"{origin}: token id {max(ids)} is outside the model's embedding of {num_embeddings} rows.",
-            "Tokenizer and model do not belong together; check model.path.",
-        )
-    if length > data.max_length:
-        book.cut.append(origin)
-        book.tokens_cut += length - data.max_length
-    book.prepared += 1
-    book.longest_written = max(book.longest_written, len(ids))
-    book.tokens += len(ids)
-    book.supervised += sum(supervised)
-    book.targets += num_targets
-    book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
-    arrays.append(ids, supervised, origin)
-    return None
+def _header(tensors: dict[str, tuple[str, list[int]]]) -> bytes:
+    """The first HEADER_BYTES of a safetensors file (its README, "Format") of these tensors: name -> (dtype, shape)."""
+    described, start = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        stop = start + int(np.prod(shape)) * ITEM_BYTES[dtype]
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(described).encode().ljust(HEADER_BYTES - 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def _remember(
-    problem: str,
-    rendered: chat.Rendered,
-    origin: str,
-    data: DataSection,
-    too_long: list[tuple[int, str]],
-    unsupervised: list[tuple[str, int, int | None]],
-) -> None:
-    """Note a row that the policy does not allow to drop."""
-    if data.too_long == "drop":
-        return
-    if problem == audit.TOO_LONG:
-        too_long.append((len(rendered.ids), origin))
-        return
-    targets = [i for i, value in enumerate(rendered.supervised) if value and i]
-    unsupervised.append((origin, len(rendered.ids), targets[0] if targets else None))
+class _Preparation:
+    """The splits of a recipe on their way into ``folder``, with the journal."""
 
+    def __init__(self, config: RunConfig, folder: Path, key: str, tokenizer: Any) -> None:
+        self.config, self.folder, self.tokenizer = config, folder, tokenizer
+        self.accounts = {"train": Account(), "eval": Account()}
+        journal = read_json(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
+        if journal.get("key") != key:
+            journal = {"key": key, "splits": {}}
+            for path in (path for path in folder.iterdir() if path.name != LOCK):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        names = ("train",) if config.data.eval is None else ("train", "eval")
+        self.splits = {name: _Split(folder / name, journal["splits"].get(name)) for name in names}
+        self.journal = journal
 
-class _Arrays:
-    """Rows on their way to disk: 5 bytes a token in memory."""
+    def write(self, num_embeddings: int | None, totals: dict[str, int | None], progress: Progress | None) -> None:
+        """Read, render and write all rows that the journal does not know."""
+        rows = _read_rows(self.config, self.accounts)
+        num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
+        deque(islice(rows, num_done), maxlen=0)
+        due = 0.0
+        try:
+            with closing(Workers((self.tokenizer, self.config.data, num_embeddings), num_cores())) as workers:
+                for parts in workers.in_order(cut_chunks(rows)):
+                    if isinstance(parts, UserError):
+                        raise parts
+                    for name, part in parts.items():
+                        self.splits[name].append(part)
+                    states = {
+                        name: {"audit": vars(split.book), "files": list(split.names), "digest": split.digest}
+                        for name, split in self.splits.items()
+                    }
+                    self.journal = json.loads(json.dumps(self.journal | {"splits": states}))  # as of now
+                    if time.monotonic() >= due:
+                        self._write_journal()
+                        due = time.monotonic() + JOURNAL_SECONDS
+                    for name in parts if progress else ():
+                        progress(name, self.splits[name].book.rows, totals[name])
+        finally:
+            self._write_journal()
 
-    def __init__(self) -> None:
-        self.tokens = array("i")
-        self.supervised = bytearray()
-        self.offsets = array("q", [0])
-        self.origins = array("i")
-        self.files: dict[str, int] = {}
-        self.largest = 0
+    def _write_journal(self) -> None:
+        for file in (file for split in self.splits.values() for file in split.files.values()):
+            file.flush()
+            os.fsync(file.fileno())
+        write_json(self.folder / JOURNAL, self.journal)
 
-    def append(self, ids: list[int], supervised: list[bool], origin: str) -> None:
-        self.tokens.extend(ids)
-        self.supervised.extend(supervised)
-        self.offsets.append(len(self.tokens))
-        file, _, line = origin.rpartition(":")
-        self.origins.extend((self.files.setdefault(file, len(self.files)), int(line)))
-        self.largest = max(self.largest, *ids)
-
-    def write(self, folder: Path, meta: dict[str, Any]) -> str:
-        """Write the arrays and meta.json; returns the hash of tokens, mask and row borders."""
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "tokens": np.frombuffer(self.tokens, dtype=np.int32),
-            "supervised": np.frombuffer(self.supervised, dtype=np.bool_),
-            "offsets": np.frombuffer(self.offsets, dtype=np.int64),
+    def finish(self) -> dict[str, Any]:
+        """Judge the accounts and make the files whole; returns data.json's content."""
+        data, report, found = self.config.data, [], {"train": None, "eval": None}
+        if isinstance(data.eval, float):
+            train = self.accounts["train"]
+            self.accounts["eval"] = Account(read=train.held_out, shapes=train.shapes)
+        for name, split in self.splits.items():
+            book, account = split.book, self.accounts[name]
+            if refusal := book.refuse(data.max_length):
+                raise refusal
+            lines = book.report(name, ", ".join(account.shapes), data.max_length, self.tokenizer)
+            if not book.used:
+                hint = "Raise data.max_length or repair the rows."
+                raise DataError(f"No row is left in {name}. " + " ".join(lines[2:]), hint)
+            account.used, account.dropped = book.used, account.dropped + book.dropped
+            report += lines + account.report(name)
+            if account.unused:
+                report.append(f"{name}: columns not used: {', '.join(account.unused)}")
+            found[name] = split.finish(book.to_json(account))
+        splits = {name: PreparedData(self.folder / name) for name in self.splits}
+        books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
+        repeats = _repeats(splits["train"], splits["train"])
+        overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
+        if repeats["rows"]:
+            report.append(f"train: {repeats['rows']:,} rows repeat an earlier one ({_pairs(repeats)})")
+        if overlap["rows"]:
+            number = f"{overlap['rows']:,} training rows also occur in eval"
+            report.append(f"{number}: its loss is too good by that much ({_pairs(overlap)})")
+        elif "eval" in splits:
+            report.append("no training row occurs in eval")
+        result = {
+            "schema": SCHEMA_VERSION,
+            "hash": hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest(),
+            **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
+            "longest": max(book.longest_written for book in books),
+            "max_token_id": max(book.max_token_id for book in books),
+            "pad_id": chat.choose_pad_id(self.tokenizer),
+            "template_hash": chat.template_hash(self.tokenizer),
+            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0,
+            "duplicates": overlap["rows"],
         }
-        digest = hashlib.sha256()
-        for name, values in content.items():
-            digest.update(values.data)
-            np.save(folder / f"{name}.npy", values)
-        np.save(folder / "origins.npy", np.frombuffer(self.origins, dtype=np.int32).reshape(-1, 2))
-        known = meta | {"schema": SCHEMA_VERSION, "files": list(self.files), "hash": digest.hexdigest()}
-        write_json(folder / META, known)
-        return digest.hexdigest()
+        return result | found | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 
-def _prepare_into(
-    folder: Path,
-    config: RunConfig,
-    tokenizer: Any,
-    sources: tuple[Source, Source | None],
-    num_embeddings: int | None,
-    progress: Progress | None,
-) -> dict[str, Any]:
-    """Write both splits into ``folder`` and put data.json together."""
-    splits: dict[str, dict[str, Any] | None] = {"train": None, "eval": None}
-    report: list[str] = []
-    for split, source in zip(splits, sources, strict=True):
-        if source is not None:
-            found = write_split(source, config.data, tokenizer, folder / split, split, num_embeddings, progress)
-            report += found.pop("report")
-            splits[split] = found
-    train, held_out = sources
-    duplicates = 0
-    if held_out is not None:
-        known = {row.content for row in held_out.rows}
-        duplicates = sum(row.content in known for row in train.rows)
-        report.append(
-            f"{duplicates:,} training rows also occur in eval: its loss is too good by that much"
-            if duplicates
-            else "no training row occurs in eval"
-        )
-    found = [split for split in splits.values() if split is not None]
-    return {
-        "schema": SCHEMA_VERSION,
-        "hash": hashlib.sha256("".join(split["hash"] for split in found).encode()).hexdigest(),
-        "shape": ", ".join(train.shapes),
-        **splits,
-        "supervised_tokens": splits["train"]["supervised_tokens"],
-        "longest": max(split["longest_written"] for split in found),
-        "max_token_id": max(split["max_token_id"] for split in found),
-        "stop_ids": splits["train"]["stop_ids"],
-        "pad_id": chat.choose_pad_id(tokenizer),
-        "template_hash": chat.template_hash(tokenizer),
-        "eval_rows": splits["eval"]["prepared"] if splits["eval"] else 0,
-        "duplicates": duplicates,
-        "report": report,
-    }
+def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
+    """How many source rows of ``train`` say what one of ``others`` (or an earlier one of train) says, and the first."""
+    rows, known = train.source_rows(), others.source_rows()
+    contents, first = np.unique(others.content[known], return_index=True)
+    content = train.content[rows]
+    place = np.searchsorted(contents, content).clip(max=len(contents) - 1)
+    same = contents[place] == content
+    if others is train:
+        same = first[place] != np.arange(len(rows))
+    repeats = np.flatnonzero(same)
+    pairs = [(rows[number], known[first[place[number]]]) for number in repeats[: audit.SHOWN]]
+    return {"rows": len(repeats), "places": [[train.origin(row), others.origin(other)] for row, other in pairs]}
 
 
-def _read_splits(config: RunConfig) -> tuple[Source, Source | None]:
-    """Training and held-out rows; a share is set apart by the run's seed, in file order on both sides."""
-    train = read_source(config.train_files, config.data, config.train.seed)
+def _pairs(repeats: dict[str, Any]) -> str:
+    more = repeats["rows"] - len(repeats["places"])
+    return ", ".join(f"{one} = {other}" for one, other in repeats["places"]) + (f" and {more:,} more" if more else "")
+
+
+def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
+    """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
     share = config.data.eval
-    if share is None:
-        return train, None
     if isinstance(share, str):
-        return train, read_source(share, config.data)
-    num_rows = sum(not row.copy for row in train.rows)
-    num_eval = max(1, round(share * num_rows))
-    if num_eval >= num_rows:
-        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-        raise DataError(f"data.eval={share} of {rows} leaves nothing to train on.", "Add rows, or set data.eval=null.")
-    apart = set(shuffle(num_rows, config.train.seed, 2**32).tolist()[:num_eval])  # no epoch has this number
-    numbers = np.cumsum([not row.copy for row in train.rows]) - 1  # copies go where their row goes
-    kept = [row for number, row in zip(numbers, train.rows, strict=True) if number not in apart]
-    held_out = [row for number, row in zip(numbers, train.rows, strict=True) if number in apart and not row.copy]
-    return replace(train, rows=kept), Source(rows=held_out, shapes=train.shapes)
+        yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
+    rows = iterate_rows(config.train_files, config.data, config.train.seed, accounts["train"])
+    if isinstance(share, float):
+        apart = set_apart(rows, share, random.Random(f"{config.train.seed} eval"), accounts["train"])
+        yield from (("eval" if held else "train", row) for row, held in apart)
+    else:
+        yield from (("train", row) for row in rows)
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
     """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them."""
-    _, held_out = _read_splits(config)
-    assert held_out is not None
     with open(path, "w", encoding="utf-8") as file:
-        for row in held_out.rows:
-            said = {"text": row.text, "messages": row.messages, "tools": row.tools}
-            value = {key: part for key, part in said.items() if part is not None}
-            file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        for split, row in _read_rows(config, {"train": Account()}):
+            if split == "eval":
+                said = {"text": row.text, "messages": row.messages, "tools": row.tools}
+                value = {key: part for key, part in said.items() if part is not None}
+                file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
-def _input_key(config: RunConfig, tokenizer: Any, train: Source, held_out: Source | None) -> str:
-    """A hash of everything that the prepared data depends on."""
-    digest = hashlib.sha256(json.dumps(config.data.model_dump(mode="json"), sort_keys=True).encode())
-    digest.update(f"{SCHEMA_VERSION} {config.train.seed} {chat.template_hash(tokenizer)}".encode())
-    digest.update(json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str).encode())
-    digest.update(tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else b"slow")
-    for source in (train, held_out):
-        for row in source.rows if source else []:
-            digest.update(f"{row.origin}\0{row.content}\n".encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
-
-
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(f"{folder.parent} cannot be written: {error.strerror}.", "Choose another folder.") from None
-    return folder
+def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> tuple[str, dict[str, int | None]]:
+    """A hash of everything that the prepared data depends on, and the rows of each split where they are known."""
+    options = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, chat.template_hash(tokenizer)]
+    described = [*options, num_embeddings, tokenizer.special_tokens_map, tokenizer.is_fast]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else b"")
+    totals: dict[str, int | None] = {"train": 0, "eval": 0}
+    share = config.data.eval
+    for split, paths in (("train", config.train_files), ("eval", share if isinstance(share, str) else [])):
+        for label, content, lines in hash_content(paths, config.data):
+            digest.update(f"{split} {label}\0{content}\n".encode())
+            known = totals[split]
+            totals[split] = None if known is None or lines is None else known + lines
+    if any(file.weight != 1 for file in config.train_files):
+        totals["train"] = None
+    if isinstance(share, float) and totals["train"] is not None:
+        totals = {"train": round(totals["train"] * (1 - share)), "eval": round(totals["train"] * share)}
+    return digest.hexdigest(), totals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
@@ -13,7 +14,7 @@ from typing import Any
 
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import BadRow, Record, decode_json, open_records
-from fullshard.errors import DataError
+from fullshard.errors import Blame, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -57,12 +58,16 @@ class Row:
 
 @dataclass
 class Account:
-    """What became of the records: read = used + dropped + bad + blank; ``copies`` are the repeats by weight beside."""
+    """What became of the records: read = used + dropped + bad + blank (+ held_out, of a share in another split).
+
+    ``copies`` are the repeats by weight beside. ``used`` and ``dropped`` are of the reading until an audit has its say.
+    """
 
     read: int = 0
     used: int = 0
     copies: int = 0
     blank: int = 0
+    held_out: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
     bad: Counter[str] = field(default_factory=Counter)  # reason -> records
     places: dict[str, list[str]] = field(default_factory=dict)  # reason -> its first origins
@@ -79,9 +84,11 @@ class Account:
         """The lines that a person reads; none where every record is used once."""
         dropped, bad = self.dropped.total(), self.bad.total()
         sums = f"{self.used:,} used + {dropped:,} dropped + {bad:,} bad + {self.blank:,} blank"
+        sums += f" + {self.held_out:,} held out" if self.held_out else ""
         lines = [f"{split}: {self.read:,} records read = {sums}; {self.copies:,} copies by weight"]
-        for reason, count in (self.dropped + self.bad).items():
-            lines.append(f"{split}: {count:,} left out: {reason} ({', '.join(self.places[reason])})")
+        for reason, places in self.places.items():
+            count = self.dropped[reason] + self.bad[reason]
+            lines.append(f"{split}: {count:,} left out: {reason} ({', '.join(places)})")
         return lines if lines[1:] or self.copies else []
 
 
@@ -111,9 +118,65 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
     account = Account() if account is None else account
     for place, entry in enumerate(paths if isinstance(paths, list) else [paths]):
         file = entry if isinstance(entry, DataFile) else DataFile(path=str(entry))
-        for label, records in open_records(file.path, data.source):
+        for label, records, _ in open_records(file.path, data.source):
             rows = _usable_rows(label, records, data, account)
             yield from _weigh(rows, file.weight, random.Random(f"{seed} {place} {label}"), account)
+
+
+def hash_content(paths: Paths, data: DataSection) -> Iterator[tuple[str, str, int | None]]:
+    """(label, SHA-256 of the bytes, lines of a .jsonl file) of each file of the rows; no row is read.
+
+    A data set of the Hugging Face hub has its fingerprint instead. Raises DataError where one is missing.
+    """
+    for entry in paths if isinstance(paths, list) else [paths]:
+        name = entry.path if isinstance(entry, DataFile) else str(entry)
+        for label, records, content in open_records(name, data.source):
+            if isinstance(content, str):
+                yield label, content, None
+                continue
+            if not content.exists():
+                next(records)  # raises what there is to say
+            for path in sorted(content.rglob("*")) if content.is_dir() else [content]:
+                if path.is_file():
+                    yield str(path), *_hash_file(path)
+
+
+def _hash_file(path: Path) -> tuple[str, int | None]:
+    digest, lines = hashlib.sha256(), 0
+    with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            lines += block.count(b"\n")
+    return digest.hexdigest(), lines if path.suffix.lower() == ".jsonl" else None
+
+
+def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
+    """Each row and whether it is held out: ``share`` of them, exact to one row, at least one, drawn from each 100.
+
+    Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left.
+    """
+    seen = drawn = 0
+
+    def block_of(row: Row) -> int:
+        nonlocal seen
+        seen += not row.copy
+        return (seen - 1) // WEIGHED_ROWS
+
+    for number, members in itertools.groupby(rows, block_of):
+        block = list(members)
+        places = [place for place, row in enumerate(block) if not row.copy]
+        wanted = max(1, int((number * WEIGHED_ROWS + len(places)) * share + 0.5))
+        chosen = set(chance.sample(places, wanted - drawn))
+        drawn, held = wanted, False
+        for place, row in enumerate(block):
+            held = held if row.copy else place in chosen
+            account.held_out += held and not row.copy
+            account.copies -= held and row.copy > 0
+            if not (held and row.copy):
+                yield row, held
+    if drawn == seen:
+        count = "1 row" if seen == 1 else f"{seen} rows"
+        raise DataError(f"data.eval={share} of {count} leaves nothing to train on.", "Add rows, or set data.eval=null.")
 
 
 def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: Account) -> Iterator[Row]:

@@ -62,6 +62,7 @@ def test_dropped_rows_are_counted(k1_folder, ho1, tmp_path):
         "train: supervised stop tokens: 3 (<|end|>)",
         f"train: 1 of 4 dropped: no supervised token ({ho1}:2)",
         "train: 62 tokens in = 24 used + 38 dropped + 0 cut",
+        f"train: 2 rows repeat an earlier one ({ho1}:3 = {ho1}:1, {ho1}:4 = {ho1}:1)",
     ]
     data = open_prepared(tmp_path / "prepared", "train")
     assert data.lengths.tolist() == [8, 8, 8]
@@ -165,9 +166,9 @@ def test_rows_in_both_files_are_counted(k1_folder, tmp_path):
 def test_a_known_preparation_is_kept_and_a_changed_one_replaced(k1_folder, ho1, tmp_path):
     folder = tmp_path / "prepared"
     first = prepare(recipe(k1_folder, ho1, too_long="drop"), folder)
-    stamp = (folder / "train" / "tokens.npy").stat().st_mtime_ns
+    stamp = (folder / "train" / "tokens.safetensors").stat().st_mtime_ns
     assert prepare(recipe(k1_folder, ho1, too_long="drop"), folder) == first
-    assert (folder / "train" / "tokens.npy").stat().st_mtime_ns == stamp
+    assert (folder / "train" / "tokens.safetensors").stat().st_mtime_ns == stamp
     write_rows(ho1, ("red blue", "moon"))
     assert prepare(recipe(k1_folder, ho1, too_long="drop"), folder)["hash"] != first["hash"]
     foreign = tmp_path / "foreign"

@@ -1,0 +1,134 @@
+"""Chunks of rows on their way to disk: rendered, cut or left out, counted, as arrays. No row depends on its chunk."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from fullshard.config import DataSection
+from fullshard.data import audit, chat
+from fullshard.data.batch_render import BatchRenderer
+from fullshard.data.sources import Row
+from fullshard.errors import DataError, UserError
+
+CHUNK_ROWS, CHUNK_CHARACTERS = 500, 4 << 20  # a chunk is full with one of these
+RECORD = np.dtype([("content", "<u8"), ("length", "<i4"), ("targets", "<i4"), ("file", "<i4"), ("line", "<i4")])
+Chunk = list[tuple[str, Row]]  # split, row
+
+
+@dataclass
+class Part:
+    """The training rows that a chunk has for one split; ``records``: one RECORD a row, its file a number in files."""
+
+    book: audit.Audit = field(default_factory=audit.Audit)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    supervised: bytearray = field(default_factory=bytearray)  # 0 or 1 a token
+    records: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)
+
+
+def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
+    """The rows in chunks; where reading fails, those before it and then the error."""
+    chunk: Chunk = []
+    size, failure = 0, None
+    try:
+        for split, row in rows:
+            chunk.append((split, row))
+            size += sum(len(message["content"] or "") for message in row.messages or ()) + len(row.text or "")
+            if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
+                yield chunk
+                chunk, size = [], 0
+    except UserError as error:
+        failure = error
+    if chunk:
+        yield chunk
+    if failure:
+        yield failure
+
+
+class ChunkRenderer:
+    """Makes chunks into parts. ``num_embeddings``: rows of the model's embedding, None where not known."""
+
+    def __init__(self, tokenizer: Any, data: DataSection, num_embeddings: int | None) -> None:
+        self._renderer = BatchRenderer(chat.Renderer(tokenizer, data.loss_on, data.template_arguments))
+        self._data, self._num_embeddings = data, num_embeddings
+
+    def __call__(self, chunk: Chunk | UserError) -> dict[str, Part] | UserError:
+        """The part of each split that the chunk has rows of; the error of its first row that has one."""
+        if isinstance(chunk, UserError):
+            return chunk
+        parts: dict[str, Part] = {}
+        try:
+            rendered = self._renderer.render(row for _, row in chunk)
+            for (split, _), (row, training_rows) in zip(chunk, rendered, strict=True):
+                if split not in parts:
+                    parts[split] = Part()
+                self._take(parts[split], row, training_rows)
+        except UserError as error:
+            return error
+        return parts
+
+    def _take(self, part: Part, row: Row, training_rows: list[chat.Rendered]) -> None:
+        book = part.book
+        content = int.from_bytes(blake2b(row.content.encode(), digest_size=8).digest(), "little")
+        problems = [self._fit(part, rendered, row, content) for rendered in training_rows]
+        if row.copy:
+            book.copies += 1
+            return
+        book.rows += 1
+        book.used += None in problems
+        if None not in problems:
+            book.dropped[problems[-1]] += 1
+            book.note(problems[-1], row.origin)
+        elif any(problems):
+            book.partly += 1
+            book.note("partly", row.origin)
+        if not self._renderer.plain and self._renderer.writes_special(row):
+            book.special_strings += 1
+            book.note("special_strings", row.origin)
+
+    def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
+        """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
+        book, limit, length = part.book, self._data.max_length, len(rendered.ids)
+        book.measure(length, row.origin)
+        ids, supervised = rendered.ids, rendered.supervised
+        if length > limit:
+            ids, supervised = ids[:limit], supervised[:limit]
+        targets = supervised.count(True) - supervised[0]
+        if not targets or (length > limit and self._data.too_long != "cut"):
+            problem = audit.TOO_LONG if targets else audit.NO_SUPERVISED
+            book.tokens_dropped += length
+            if self._data.too_long != "drop":
+                book.refused[problem] += 1
+                if targets:
+                    book.note("refused", row.origin)
+                elif not book.unsupervised:
+                    first = next((i for i, value in enumerate(rendered.supervised) if value and i), None)
+                    book.unsupervised.append((row.origin, length, first))
+            return problem
+        largest = max(ids)
+        if self._num_embeddings is not None and largest >= self._num_embeddings:
+            message = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
+            hint = "Tokenizer and model do not belong together; check model.path."
+            raise DataError(f"{row.origin}: {message}", hint)
+        if length > limit:
+            book.cut += 1
+            book.note("cut", row.origin)
+            book.tokens_cut += length - limit
+        book.prepared += 1
+        book.longest_written = max(book.longest_written, len(ids))
+        book.max_token_id = max(book.max_token_id, largest)
+        book.tokens += len(ids)
+        book.supervised_tokens += targets + supervised[0]
+        book.targets += targets
+        book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
+        file, _, line = row.origin.rpartition(":")
+        part.tokens.extend(ids)
+        part.supervised.extend(supervised)
+        part.records.append((content, len(ids), targets, part.files.setdefault(file, len(part.files)), int(line)))
+        return None

@@ -1,0 +1,373 @@
+"""Preparation as a stream: any number of processes, interruptions, shares, accounts, special strings, copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from tiny_models import WORDS, make_model, make_tokenizer
+
+from fullshard.config import RunConfig, config_from_dict
+from fullshard.data import prepared, workers
+from fullshard.data.prepared import open_prepared, partial_folder, prepare, write_held_out
+from fullshard.errors import ConfigError, DataError
+from fullshard.run_folder import claim_run
+
+JOB = (
+    "import sys, json; from pathlib import Path; from fullshard.config import config_from_dict\n"
+    "from fullshard.data import prepared, workers\n"
+    "workers.ALONE_CHUNKS, prepared.num_cores = 1, lambda: 2\n"
+    "receive = workers.Workers._receive\n"
+    "def wait_and_receive(self, done):\n"
+    "    while not self._ready: receive(self, done)\n"
+    "    receive(self, done)\n"
+    "workers.Workers._receive = wait_and_receive\n"
+    "def show(split, done, total): print(split, done, flush=True) or sys.stdin.readline()\n"
+    "prepared.prepare(config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), show)\n"
+)
+
+
+def write_pairs(path: Path, count: int, start: int = 0) -> Path:
+    """Rows that all differ: the question counts in base 56."""
+    with open(path, "w") as file:
+        for number in range(start, start + count):
+            asked = f"{WORDS[number % 56]} {WORDS[number // 56 % 56]} {WORDS[number // 3136]}"
+            row = {"question": asked, "answer": " ".join(WORDS[: 1 + number % 7])}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def values_of(model: Path, train: Path | list, **data) -> dict:
+    train = str(train) if isinstance(train, Path) else train
+    return {"model": {"path": str(model)}, "data": {"train": train, "max_length": 24} | data, "output": "unused"}
+
+
+def recipe(model: Path, train: Path | list, **data) -> RunConfig:
+    return config_from_dict(values_of(model, train, **data))
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def origins(folder: Path, split: str) -> list[str]:
+    data = open_prepared(folder, split)
+    return [data.origin(row) for row in range(len(data))]
+
+
+@pytest.fixture
+def two_workers(monkeypatch):
+    monkeypatch.setattr(workers, "ALONE_CHUNKS", 1)
+    monkeypatch.setattr(prepared, "num_cores", lambda: 2)
+
+
+@pytest.fixture
+def waits_for_workers(two_workers, monkeypatch):
+    """This process renders two chunks and no more, so that the others go to workers."""
+    receive = workers.Workers._receive
+
+    def wait_and_receive(self, done):
+        while not self._ready:
+            receive(self, done)
+        receive(self, done)
+
+    monkeypatch.setattr(workers.Workers, "_receive", wait_and_receive)
+
+
+def test_processes_give_the_same_bytes(k1_folder, tmp_path, monkeypatch, waits_for_workers):
+    config = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 4300), eval=0.03)
+    rendered = []
+    here = workers.ChunkRenderer.__call__
+    monkeypatch.setattr(workers.ChunkRenderer, "__call__", lambda self, chunk: rendered.append(1) or here(self, chunk))
+    result = prepare(config, tmp_path / "many")
+    assert len(rendered) == 2  # the other seven chunks were rendered elsewhere
+    assert not psutil.Process().children()
+    monkeypatch.setattr(prepared, "num_cores", lambda: 1)
+    assert prepare(config, tmp_path / "one") == result
+    assert len(rendered) == 2 + 9
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
+    assert not partial_folder(tmp_path / "one").exists()
+
+
+def test_the_files_are_ordinary_safetensors(k1_folder, tmp_path):
+    prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 30)), tmp_path / "p")
+    folder = tmp_path / "p" / "train"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "meta.json", "rows.safetensors", "supervised.safetensors", "tokens.safetensors",
+    ]  # fmt: skip
+    tokens = load_file(folder / "tokens.safetensors")["tokens"]
+    supervised = load_file(folder / "supervised.safetensors")["supervised"]
+    rows = load_file(folder / "rows.safetensors")
+    assert (tokens.dtype, supervised.dtype) == (np.int32, np.bool_)
+    assert {name: value.dtype.name for name, value in rows.items()} == {
+        "offsets": "int64", "origins": "int32", "content": "uint64", "targets": "int32",
+    }  # fmt: skip
+    assert rows["offsets"].shape == (31,) and rows["origins"].shape == (30, 2)
+    data = open_prepared(tmp_path / "p", "train")
+    assert np.concatenate([data.row(i)[0] for i in range(30)]).tolist() == tokens.tolist()
+    assert [int(data.row(i)[1][1:].sum()) for i in range(30)] == data.supervised.tolist()
+    assert supervised.sum() == data.supervised.sum()
+    assert len(set(data.content.tolist())) == 30
+    with pytest.raises(ValueError, match="read-only"):
+        data.row(0)[0][0] = 1
+    (folder / "rows.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(DataError, match="is damaged, or of an older version"):
+        open_prepared(tmp_path / "p", "train")
+
+
+class Stopped(BaseException):
+    pass
+
+
+def stop_after(count: int):
+    def show(split, done, total):
+        if done >= count:
+            raise Stopped
+
+    return show
+
+
+@pytest.mark.parametrize("share", [None, 0.02])
+def test_an_interrupted_preparation_goes_on(k1_folder, tmp_path, monkeypatch, share):
+    config = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 2600), eval=share)
+    whole = prepare(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        prepare(config, tmp_path / "p", stop_after(900))
+    hidden = partial_folder(tmp_path / "p")
+    assert not (tmp_path / "p").exists() and (hidden / "journal.json").is_file()
+    with open(hidden / "train" / "tokens.safetensors", "ab") as file:
+        file.write(b"half a row")  # behind the journal
+    taken = []
+    take = workers.ChunkRenderer._take
+    monkeypatch.setattr(
+        workers.ChunkRenderer,
+        "_take",
+        lambda self, part, row, rows: taken.append(row.origin) or take(self, part, row, rows),
+    )
+    assert prepare(config, tmp_path / "p") == whole
+    assert len(taken) == 1600  # two chunks of 500 were done
+    assert bytes_of(tmp_path / "p") == bytes_of(tmp_path / "whole")
+    assert not hidden.exists()
+
+
+def test_other_inputs_start_anew(k1_folder, tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl", 1200)
+    with pytest.raises(Stopped):
+        prepare(recipe(k1_folder, path), tmp_path / "p", stop_after(500))
+    write_pairs(path, 1200, start=7)  # other contents of the same length
+    prepare(recipe(k1_folder, path), tmp_path / "p")
+    assert len(set(open_prepared(tmp_path / "p", "train").content.tolist())) == 1200
+    prepare(recipe(k1_folder, path), tmp_path / "fresh")
+    assert bytes_of(tmp_path / "p") == bytes_of(tmp_path / "fresh")
+
+
+def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path):
+    """kill -9 of the parent, with workers at work."""
+    path = write_pairs(tmp_path / "a.jsonl", 6000)
+    command = [sys.executable, "-c", JOB, json.dumps(values_of(k1_folder, path)), str(tmp_path / "p")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdin is not None
+        assert job.stdout.readline() == "train 500\n"  # the journal knows one chunk
+        job.stdin.write("\n")
+        job.stdin.flush()
+        assert job.stdout.readline() == "train 1000\n"
+        job.stdin.write("\n")
+        job.stdin.flush()
+        assert job.stdout.readline() == "train 1500\n"  # made by a worker
+        children = psutil.Process(job.pid).children(recursive=True)
+        job.kill()
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert (
+        json.loads((partial_folder(tmp_path / "p") / "journal.json").read_text())["splits"]["train"]["audit"]["rows"]
+        >= 500
+    )
+    config = recipe(k1_folder, path)
+    assert prepare(config, tmp_path / "p") == prepare(config, tmp_path / "whole")
+    assert bytes_of(tmp_path / "p") == bytes_of(tmp_path / "whole")
+
+
+def test_a_killed_worker_is_said_and_its_rows_are_not_lost(k1_folder, tmp_path, waits_for_workers):
+    config = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 5000))
+
+    def kill_one(split, done, total):
+        if done == 1000:
+            os.kill(psutil.Process().children(recursive=True)[-1].pid, signal.SIGKILL)
+
+    with pytest.raises(DataError, match="A process that tokenises rows has ended: killed") as caught:
+        prepare(config, tmp_path / "p", kill_one)
+    assert "The rows done are kept" in caught.value.hint
+    assert not psutil.Process().children()
+    assert (partial_folder(tmp_path / "p") / "journal.json").is_file()
+    assert prepare(config, tmp_path / "p")["train"]["used"] == 5000
+
+
+def test_the_first_bad_row_is_named_whoever_renders_it(tmp_path, waits_for_workers):
+    """Rows 1,201 and 2,701 hold ids outside an embedding of 10 rows; row 4,000 is no JSON."""
+    model = make_tokenizer(make_model(tmp_path / "model", vocab_size=10))
+    lines = ['{"question": "red", "answer": "blue"}'] * 4200
+    lines[1200] = lines[2700] = '{"question": "red", "answer": "rose"}'
+    lines[3999] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl:1201: token id 63 is outside"):
+            prepare(recipe(model, tmp_path / "a.jsonl"), tmp_path / "p")
+    assert not partial_folder(tmp_path / "p").exists()  # another input is needed
+    lines[1200] = lines[2700] = lines[0]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"a\.jsonl:4000: not JSON"):
+        prepare(recipe(model, tmp_path / "a.jsonl"), tmp_path / "p")
+
+
+def test_two_preparations_of_one_folder_do_not_mix(k1_folder, tmp_path):
+    hidden = partial_folder(tmp_path / "p")
+    hidden.mkdir()
+    with claim_run(hidden), pytest.raises(ConfigError, match="is being prepared now, by process"):
+        prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 5)), tmp_path / "p")
+
+
+def test_a_known_preparation_reads_no_row(k1_folder, tmp_path, monkeypatch):
+    path = write_pairs(tmp_path / "a.jsonl", 20)
+    first = prepare(recipe(k1_folder, path), tmp_path / "p")
+    stat = path.stat()
+    monkeypatch.setattr(prepared, "iterate_rows", None)
+    assert prepare(recipe(k1_folder, path), tmp_path / "p") == first
+    write_pairs(path, 20, start=3)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # neither size nor time tell
+    monkeypatch.undo()
+    assert prepare(recipe(k1_folder, path), tmp_path / "p")["hash"] != first["hash"]
+
+
+@pytest.mark.parametrize(("rows", "share", "held_out"), [(2, 0.01, 1), (10, 0.3, 3), (250, 0.05, 13), (1234, 0.1, 123)])
+def test_a_share_is_exact_and_written_out(k1_folder, tmp_path, rows, share, held_out):
+    path = write_pairs(tmp_path / "a.jsonl", rows)
+    config = recipe(k1_folder, [{"path": str(path), "weight": 1.5}], eval=share)
+    result = prepare(config, tmp_path / "p")
+    evaluated, trained = origins(tmp_path / "p", "eval"), origins(tmp_path / "p", "train")
+    assert len(evaluated) == len(set(evaluated)) == held_out == result["eval_rows"]
+    assert set(evaluated) | set(trained) == {f"{path}:{line}" for line in range(1, rows + 1)}
+    assert not set(evaluated) & set(trained)  # copies neither
+    assert len(trained) == len(set(trained)) + result["train"]["copies"]
+    assert result["duplicates"] == result["exact_duplicates"]["rows"] == 0  # copies by weight are no duplicates
+    write_held_out(config, tmp_path / "held_out.jsonl")
+    lines = path.read_text().splitlines()
+    asked = [json.loads(line)["messages"][0]["content"] for line in (tmp_path / "held_out.jsonl").open()]
+    assert asked == [json.loads(lines[int(origin.rpartition(":")[2]) - 1])["question"] for origin in evaluated]
+
+
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_every_record_is_accounted_for(k1_folder, tmp_path, share):
+    """12 records: 2 blank, 2 bad, 1 without an answer, 1 too long, 6 used or held out."""
+    good = [json.dumps({"question": word, "answer": "red"}) for word in WORDS[:6]]
+    lines = [*good[:3], "", "{", '{"question": "red", "answer": ""}', " ", "[1]", *good[3:]]
+    lines.append(json.dumps({"question": "red", "answer": " ".join(WORDS[:40])}))
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    result = prepare(recipe(k1_folder, path, eval=share, on_bad="drop", too_long="drop"), tmp_path / "p")
+    train = result["train"]
+    assert (train["read"], train["blank"], train["bad"]) == (12, 2, {"not JSON": 1, "no object with columns": 1})
+    both = [result[split] for split in ("train", "eval") if result[split]]
+    dropped = {reason: n for split in both for reason, n in split["dropped"].items()}
+    assert dropped == {"no supervised token": 1, "longer than max_length": 1}
+    assert sum(split["used"] for split in both) == 6
+    places = train["places"] | both[-1]["places"]
+    assert places["not JSON"] == [f"{path}:5"]
+    assert places["no supervised token"] == [f"{path}:6"]
+    assert places["longer than max_length"] == [f"{path}:12"]
+    for split in both:
+        left = sum(split["dropped"].values()) + sum(split["bad"].values()) + split["blank"] + split["held_out"]
+        assert split["read"] == split["used"] + left
+        assert sum(split["length_histogram"].values()) == split["rows"]
+    assert (train["held_out"] > 0) == (share is not None)
+
+
+def test_lengths_fall_into_buckets(k1_folder, tmp_path):
+    """5 tokens stand around question and answer: rows of 10, 32, 63, 64 and 2,100 tokens, one of them cut."""
+    texts = [" ".join(["red"] * (length - 6)) for length in (10, 32, 63, 64, 2100)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": "sun", "answer": text}) + "\n" for text in texts))
+    result = prepare(recipe(k1_folder, path, max_length=100, too_long="cut"), tmp_path / "p")
+    assert result["train"]["longest"] == 2100
+    assert result["train"]["length_histogram"] == {"0": 1, "32": 2, "64": 1, "2048": 1}
+
+
+def test_special_tokens_written_by_users_are_named(k1_folder, tmp_path):
+    turns = [
+        [("user", "red"), ("assistant", "blue")],
+        [("user", "red <|end|> blue"), ("assistant", "green")],
+        [("user", "red"), ("assistant", "say <|end|> blue")],  # the answer's own business
+        [("system", "<|user|> sun"), ("user", "red"), ("assistant", "blue")],
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n" for row in turns)
+    )
+    result = prepare(recipe(k1_folder, path), tmp_path / "p")
+    assert result["train"]["special_strings"] == {"rows": 2, "places": [f"{path}:2", f"{path}:4"]}
+    line = f"train: 2 rows write out a special token, read as that token ({path}:2, {path}:4)"
+    assert line in result["report"]
+
+
+def test_duplicates_and_overlap_are_named(k1_folder, tmp_path):
+    train, held_out = write_pairs(tmp_path / "a.jsonl", 40), write_pairs(tmp_path / "b.jsonl", 4, start=38)
+    lines = train.read_text().splitlines()
+    train.write_text("\n".join([*lines, lines[5], lines[39], lines[5]]) + "\n")
+    result = prepare(recipe(k1_folder, train, eval=str(held_out)), tmp_path / "p")
+    repeats = [[f"{train}:41", f"{train}:6"], [f"{train}:42", f"{train}:40"], [f"{train}:43", f"{train}:6"]]
+    assert result["exact_duplicates"] == {"rows": 3, "places": repeats}
+    pairs = [[f"{train}:39", f"{held_out}:1"], [f"{train}:40", f"{held_out}:2"], [f"{train}:42", f"{held_out}:2"]]
+    assert result["overlap"] == {"rows": 3, "places": pairs}
+    assert result["duplicates"] == 3
+    assert f"({train}:39 = {held_out}:1, " in result["report"][-1]
+
+
+def test_progress_knows_the_rows_of_lines(k1_folder, tmp_path):
+    seen = []
+    path = write_pairs(tmp_path / "a.jsonl", 1200)
+    prepare(recipe(k1_folder, path), tmp_path / "p", lambda *given: seen.append(given))
+    assert seen == [("train", 500, 1200), ("train", 1000, 1200), ("train", 1200, 1200)]
+    (tmp_path / "b.txt").write_text("red\n\nblue\n")
+    seen.clear()
+    prepare(recipe(k1_folder, tmp_path / "b.txt"), tmp_path / "q", lambda *given: seen.append(given))
+    assert seen == [("train", 2, None)]
+
+
+def test_one_slow_chunk_does_not_pile_up_the_others(two_workers, tmp_path):
+    """At most two chunks a process are read ahead of the one that is given."""
+    given, read = [], []
+
+    class Slow(workers.Workers):
+        def _start(self):
+            pass
+
+    pool = object.__new__(Slow)
+    pool._setup, pool._count, pool._process, pool._busy, pool._idle = (), 1, None, {}, []
+    pool._render = lambda chunk: chunk
+
+    def chunks():
+        for number in range(50):
+            read.append(number)
+            yield number
+
+    for number in pool.in_order(chunks()):
+        given.append(number)
+        assert len(read) - len(given) <= 2
+    assert given == list(range(50))
+
+
+def test_time_is_not_needed_to_notice_the_end(two_workers, k1_folder, tmp_path):
+    """An input that is done before the workers are up: they are ended, not waited for."""
+    started = time.monotonic()
+    prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 1100)), tmp_path / "p")
+    assert not psutil.Process().children()
+    assert time.monotonic() - started < 60

@@ -137,12 +137,12 @@ def prepare_run(
         write_json(run / run_folder.CONFIG, values)
         write_json(run / run_folder.ENVIRONMENT, _environment())
         with Progress(console=Console(quiet=quiet), transient=True) as bars:
-            tasks = {split: bars.add_task(f"preparing {split}", visible=False) for split in ("eval", "train")}
-
-            def show(split: str, done: int, total: int | None) -> None:
-                bars.update(tasks[split], completed=done, total=total, visible=True)
-
-            account = prepare(config, run / run_folder.PREPARED, show)
+            bar = bars.add_task("preparing the data", total=None)
+            account = prepare(
+                config,
+                run / run_folder.PREPARED,
+                lambda split, done, _: bars.update(bar, description=f"preparing {split}: {done:,} rows"),
+            )
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)

@@ -52,6 +52,11 @@ class Audit:
         if len(places := self.places.setdefault(what, [])) < SHOWN:
             places.append(origin)
 
+    def count(self, figure: str, origin: str) -> None:
+        """Count a row in one of the figures, and its place."""
+        setattr(self, figure, getattr(self, figure) + 1)
+        self.note(figure, origin)
+
     def measure(self, length: int, origin: str) -> None:
         """Count the length of a training row as rendered."""
         if length > self.longest:
@@ -117,9 +122,7 @@ class Audit:
             lines.append(f"{total:,} tokens in = {parts}")
         if self.special_strings:
             some = self._some("special_strings", self.special_strings)
-            lines.append(
-                f"{self.special_strings:,} rows write out a special token, read as that token ({some})"
-            )
+            lines.append(f"{self.special_strings:,} rows write out a special token, read as that token ({some})")
         if self.prepared > self.used + self.copies:
             became = f"{self.used:,} rows became {self.prepared:,}"
             lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")

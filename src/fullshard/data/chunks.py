@@ -86,20 +86,16 @@ class ChunkRenderer:
             book.dropped[problems[-1]] += 1
             book.note(problems[-1], row.origin)
         elif any(problems):
-            book.partly += 1
-            book.note("partly", row.origin)
+            book.count("partly", row.origin)
         if not self._renderer.plain and self._renderer.writes_special(row):
-            book.special_strings += 1
-            book.note("special_strings", row.origin)
+            book.count("special_strings", row.origin)
 
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
         book.measure(length, row.origin)
-        ids, supervised = rendered.ids, rendered.supervised
-        if length > limit:
-            ids, supervised = ids[:limit], supervised[:limit]
-        targets = supervised.count(True) - supervised[0]
+        ids, supervised = rendered.ids[:limit], rendered.supervised[:limit]
+        targets = supervised[1:].count(True)
         if not targets or (length > limit and self._data.too_long != "cut"):
             problem = audit.TOO_LONG if targets else audit.NO_SUPERVISED
             book.tokens_dropped += length
@@ -117,14 +113,13 @@ class ChunkRenderer:
             hint = "Tokenizer and model do not belong together; check model.path."
             raise DataError(f"{row.origin}: {message}", hint)
         if length > limit:
-            book.cut += 1
-            book.note("cut", row.origin)
+            book.count("cut", row.origin)
             book.tokens_cut += length - limit
         book.prepared += 1
         book.longest_written = max(book.longest_written, len(ids))
         book.max_token_id = max(book.max_token_id, largest)
         book.tokens += len(ids)
-        book.supervised_tokens += targets + supervised[0]
+        book.supervised_tokens += supervised.count(True)
         book.targets += targets
         book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
         file, _, line = row.origin.rpartition(":")

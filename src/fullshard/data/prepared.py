@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from fullshard.config import RunConfig
 from fullshard.data import audit, chat
@@ -40,10 +41,9 @@ FORMAT = 2  # of the files; 1 was numpy's
 META, JOURNAL = "meta.json", "journal.json"
 TOKENS, SUPERVISED, ROWS = (f"{name}.safetensors" for name in ("tokens", "supervised", "rows"))
 RECORDS = "records.bin"  # RECORD after RECORD, until they become ROWS
-HEADER_BYTES = 512  # of each safetensors file: its tensors' places are known only at the end
+HEADER_BYTES = 128  # of a file that is written as a stream: its size is known only at the end
 JOURNAL_SECONDS = 5.0
-ITEM_BYTES = {"BOOL": 1, "I32": 4, "I64": 8, "U64": 8}  # of safetensors' types
-Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all where that is known
+Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
 
 
 class PreparedData:
@@ -105,13 +105,13 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder`` and return the content of data.json.
 
-    The folder appears whole or not at all; one that was made from the same inputs (by the files' bytes) is kept as it
-    is. Keys of the result: ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be
-    None), ``supervised_tokens`` and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training
-    rows, ``longest`` (row as written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
-    ``exact_duplicates`` (training rows that repeat an earlier one: rows, and as places the first pairs of origins),
-    ``overlap`` (training rows that also occur in eval, the same way; their number is ``duplicates`` too) and ``report``
-    (lines to print). Raises DataError for anything in the data that cannot be trained on.
+    The folder appears whole or not at all; one made from the same inputs (by the files' bytes) is kept. Keys of the
+    result: ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be None),
+    ``supervised_tokens`` and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training rows,
+    ``longest`` (row as written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
+    ``exact_duplicates`` (training rows that repeat an earlier one: ``rows``, ``places``: first pairs of origins),
+    ``overlap`` (training rows that occur in eval, the same way; ``duplicates``: their number) and ``report`` (lines to
+    print). Raises DataError for anything in the data that cannot be trained on.
     """
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
@@ -122,7 +122,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
         num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
         chat.check_tokenizer(tokenizer, num_embeddings)
-    key, totals = _input_key(config, tokenizer, num_embeddings)
+    key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
     known = read_json(folder / DATA) if DATA in inside else {}
     if inside and ("key" not in known or not inside <= {DATA, "train", "eval"}):  # a run folder has a data.json too
@@ -137,7 +137,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     with claim_run(partial, "prepared"):
         try:
             job = _Preparation(config, partial, key, tokenizer)
-            job.write(num_embeddings, totals, progress)
+            job.write(num_embeddings, progress)
             write_json(partial / DATA, result := job.finish() | {"key": key})
             for left in (JOURNAL, LOCK, f"train/{RECORDS}", f"eval/{RECORDS}"):
                 (partial / left).unlink(missing_ok=True)
@@ -207,34 +207,22 @@ class _Split:
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Fill in the headers, write ROWS, and ``result`` with ``hash`` as META; returns them."""
-        tokens, rows = self.book.tokens, self.book.prepared
-        for name, tensor in ((TOKENS, {"tokens": ("I32", [tokens])}), (SUPERVISED, {"supervised": ("BOOL", [tokens])})):
+        tokens = self.book.tokens
+        for name, kind, size in ((TOKENS, "I32", 4), (SUPERVISED, "BOOL", 1)):  # as the format's README has it
+            tensor = {"dtype": kind, "shape": [tokens], "data_offsets": [0, size * tokens]}
+            header = json.dumps({name.partition(".")[0]: tensor}).encode().ljust(HEADER_BYTES - 8)
             self.files[name].seek(0)
-            self.files[name].write(_header(tensor))
+            self.files[name].write(len(header).to_bytes(8, "little") + header)
         for file in self.files.values():
             file.close()
         records = np.memmap(self.folder / RECORDS, RECORD, "r")
-        shapes = {"offsets": ("I64", [rows + 1]), "origins": ("I32", [rows, 2])}
-        with open(self.folder / ROWS, "wb") as file:
-            file.write(_header(shapes | {"content": ("U64", [rows]), "targets": ("I32", [rows])}))
-            file.write(np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64))).data)
-            file.write(np.stack([records["file"], records["line"]], axis=1).data)
-            file.write(records["content"].tobytes())
-            file.write(records["targets"].tobytes())
+        columns = {name: np.ascontiguousarray(records[name]) for name in ("content", "targets")}
+        columns["origins"] = np.stack([records["file"], records["line"]], axis=1)
+        columns["offsets"] = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
+        save_file(columns, self.folder / ROWS)
         result |= {"hash": self.digest}
         write_json(self.folder / META, result | {"schema": SCHEMA_VERSION, "files": list(self.names)})
         return result
-
-
-def _header(tensors: dict[str, tuple[str, list[int]]]) -> bytes:
-    """The first HEADER_BYTES of a safetensors file (its README, "Format") of these tensors: name -> (dtype, shape)."""
-    described, start = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        stop = start + int(np.prod(shape)) * ITEM_BYTES[dtype]
-        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(described).encode().ljust(HEADER_BYTES - 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class _Preparation:
@@ -252,7 +240,7 @@ class _Preparation:
         self.splits = {name: _Split(folder / name, journal["splits"].get(name)) for name in names}
         self.journal = journal
 
-    def write(self, num_embeddings: int | None, totals: dict[str, int | None], progress: Progress | None) -> None:
+    def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
         """Read, render and write all rows that the journal does not know."""
         rows = _read_rows(self.config, self.accounts)
         num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
@@ -274,7 +262,7 @@ class _Preparation:
                         self._write_journal()
                         due = time.monotonic() + JOURNAL_SECONDS
                     for name in parts if progress else ():
-                        progress(name, self.splits[name].book.rows, totals[name])
+                        progress(name, self.splits[name].book.rows, None)
         finally:
             self._write_journal()
 
@@ -370,21 +358,14 @@ def write_held_out(config: RunConfig, path: Path) -> None:
                 file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
-def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> tuple[str, dict[str, int | None]]:
-    """A hash of everything that the prepared data depends on, and the rows of each split where they are known."""
+def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> str:
+    """A hash of everything that the prepared data depends on."""
     options = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, chat.template_hash(tokenizer)]
     described = [*options, num_embeddings, tokenizer.special_tokens_map, tokenizer.is_fast]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else b"")
-    totals: dict[str, int | None] = {"train": 0, "eval": 0}
-    share = config.data.eval
-    for split, paths in (("train", config.train_files), ("eval", share if isinstance(share, str) else [])):
-        for label, content, lines in hash_content(paths, config.data):
-            digest.update(f"{split} {label}\0{content}\n".encode())
-            known = totals[split]
-            totals[split] = None if known is None or lines is None else known + lines
-    if any(file.weight != 1 for file in config.train_files):
-        totals["train"] = None
-    if isinstance(share, float) and totals["train"] is not None:
-        totals = {"train": round(totals["train"] * (1 - share)), "eval": round(totals["train"] * share)}
-    return digest.hexdigest(), totals
+    for paths in (config.train_files, config.data.eval):
+        for line in hash_content(paths, config.data) if isinstance(paths, str | list) else ():
+            digest.update(f"{line}\n".encode())
+        digest.update(b"\0")
+    return digest.hexdigest()

@@ -123,31 +123,22 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
             yield from _weigh(rows, file.weight, random.Random(f"{seed} {place} {label}"), account)
 
 
-def hash_content(paths: Paths, data: DataSection) -> Iterator[tuple[str, str, int | None]]:
-    """(label, SHA-256 of the bytes, lines of a .jsonl file) of each file of the rows; no row is read.
+def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
+    """Label and SHA-256 of the bytes of each file of the rows; no row is read. Raises DataError where one is missing.
 
-    A data set of the Hugging Face hub has its fingerprint instead. Raises DataError where one is missing.
+    A data set of the Hugging Face hub has its fingerprint instead: of commit, files and split.
     """
     for entry in paths if isinstance(paths, list) else [paths]:
-        name = entry.path if isinstance(entry, DataFile) else str(entry)
-        for label, records, content in open_records(name, data.source):
+        for label, records, content in open_records(getattr(entry, "path", str(entry)), data.source):
             if isinstance(content, str):
-                yield label, content, None
+                yield f"{label}\0{content}"
                 continue
             if not content.exists():
                 next(records)  # raises what there is to say
             for path in sorted(content.rglob("*")) if content.is_dir() else [content]:
                 if path.is_file():
-                    yield str(path), *_hash_file(path)
-
-
-def _hash_file(path: Path) -> tuple[str, int | None]:
-    digest, lines = hashlib.sha256(), 0
-    with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            lines += block.count(b"\n")
-    return digest.hexdigest(), lines if path.suffix.lower() == ".jsonl" else None
+                    with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
+                        yield f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:

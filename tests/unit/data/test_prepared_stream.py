@@ -28,8 +28,8 @@ JOB = (
     "workers.ALONE_CHUNKS, prepared.num_cores = 1, lambda: 2\n"
     "receive = workers.Workers._receive\n"
     "def wait_and_receive(self, done):\n"
-    "    while not self._ready: receive(self, done)\n"
     "    receive(self, done)\n"
+    "    while not self._ready: receive(self, done)\n"
     "workers.Workers._receive = wait_and_receive\n"
     "def show(split, done, total): print(split, done, flush=True) or sys.stdin.readline()\n"
     "prepared.prepare(config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), show)\n"
@@ -76,9 +76,9 @@ def waits_for_workers(two_workers, monkeypatch):
     receive = workers.Workers._receive
 
     def wait_and_receive(self, done):
+        receive(self, done)
         while not self._ready:
             receive(self, done)
-        receive(self, done)
 
     monkeypatch.setattr(workers.Workers, "_receive", wait_and_receive)
 
@@ -331,15 +331,16 @@ def test_duplicates_and_overlap_are_named(k1_folder, tmp_path):
     assert f"({train}:39 = {held_out}:1, " in result["report"][-1]
 
 
-def test_progress_knows_the_rows_of_lines(k1_folder, tmp_path):
+def test_progress_counts_the_rows_of_each_split(k1_folder, tmp_path):
     seen = []
     path = write_pairs(tmp_path / "a.jsonl", 1200)
     prepare(recipe(k1_folder, path), tmp_path / "p", lambda *given: seen.append(given))
-    assert seen == [("train", 500, 1200), ("train", 1000, 1200), ("train", 1200, 1200)]
+    assert seen == [("train", 500, None), ("train", 1000, None), ("train", 1200, None)]
     (tmp_path / "b.txt").write_text("red\n\nblue\n")
     seen.clear()
-    prepare(recipe(k1_folder, tmp_path / "b.txt"), tmp_path / "q", lambda *given: seen.append(given))
-    assert seen == [("train", 2, None)]
+    config = recipe(k1_folder, tmp_path / "b.txt", eval=str(tmp_path / "b.txt"))
+    prepare(config, tmp_path / "q", lambda *given: seen.append(given))
+    assert seen == [("eval", 2, None), ("train", 2, None)]
 
 
 def test_one_slow_chunk_does_not_pile_up_the_others(two_workers, tmp_path):

@@ -85,6 +85,8 @@ def test_table_page_and_json_agree(job, capsys):
     assert sum(audit["histograms"]["eval_supervised"].values()) == 3
     assert audit["train"]["shortest"] == 8 and audit["eval"]["shortest"] == 8
 
+    again = run(capsys, "prepare", "recipe.yaml", "--audit", "--output", "prepared")  # audit.html is nothing foreign
+    assert again.splitlines()[-1] == out.splitlines()[-1]
     page = (job / "prepared" / "audit.html").read_text(encoding="utf-8")
     parser = parse(page)
     for origin in ("train.jsonl:7", "train.jsonl:8", "train.jsonl:9", "eval.jsonl:2"):

@@ -12,6 +12,7 @@ fast as fp32. Written to benchmarks/results/engine_HARDWARE_DATE.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -56,9 +57,7 @@ class Loss(nn.Module):
         self.model = model
         for layer in model.model.layers if recompute else []:
             inner = layer.forward
-            layer.forward = lambda *args, inner=inner, **kwargs: checkpoint(
-                inner, *args, use_reentrant=False, **kwargs
-            )
+            layer.forward = lambda *args, inner=inner, **kwargs: checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         logits = self.model(tokens_BS[:, :-1], use_cache=False).logits.float()
@@ -144,7 +143,7 @@ def use_best_settings(model: nn.Module, layers: list[nn.Module], mesh: Any) -> N
         module.set_custom_reduce_scatter(AllToAll())
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-    for before, after in zip(layers, layers[1:], strict=False):
+    for before, after in itertools.pairwise(layers):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
 
@@ -251,10 +250,10 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="2")
     rates = {name: product_rate(dtype) for name, dtype in DTYPES.items()}
     precisions = ["fp32"] + (["bf16"] if rates["bf16"] >= rates["fp32"] else [])
-    timings = [on_ranks("time_steps", p, tokens, options.pairs, options.steps) for p in precisions for tokens in (256, 1024)]
-    for found in timings:
-        print(found["precision"], found["tokens_per_rank"], json.dumps(found["median_seconds"]), json.dumps(found["simple_over"]))
-    held = []
+    timings, held = [], []
+    for precision, tokens in itertools.product(precisions, (256, 1024)):
+        timings.append(on_ranks("time_steps", precision, tokens, options.pairs, options.steps))
+        print(precision, tokens, json.dumps(timings[-1]["median_seconds"]), json.dumps(timings[-1]["simple_over"]))
     for precision, recompute, micro_batches in MEMORY_CASES:
         for engine in ENGINES[:2]:
             tokens = 256 if precision == "fp32" or rates["bf16"] > 20 else 32
@@ -263,7 +262,8 @@ def main() -> None:
     hardware = f"cpu{os.cpu_count()}"
     output = options.output or RESULTS / f"engine_{hardware}_{date.today():%Y%m%d}.json"
     facts = {
-        "command": " ".join(["python", *sys.argv]), "date": f"{date.today()}", "machine": platform.processor() or platform.machine(),
+        "command": " ".join(["python", *sys.argv]), "date": f"{date.today()}",
+        "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__, "backend": "gloo, 2 ranks x 1 thread", "gflops_per_core": rates,
         "pairs": options.pairs, "steps": options.steps, "timings": timings, "memory_and_bytes": held,
     }  # fmt: skip

@@ -52,7 +52,8 @@ class OddModel(nn.Module):
 
     def units(self) -> list[list[nn.Module]]:
         blocks: list[list[nn.Module]] = [[block] for block in self.blocks]
-        return blocks if self.head.weight is self.embedding.weight else [*blocks, [self.embedding], [self.norm, self.head]]
+        is_tied = self.head.weight is self.embedding.weight
+        return blocks if is_tied else [*blocks, [self.embedding], [self.norm, self.head]]
 
 
 def make_model(tied: bool, recompute: bool, frozen: bool, dtype: torch.dtype) -> OddModel:

@@ -80,7 +80,11 @@ class RankPool:
                 limit = min(limit, time.monotonic() + PATIENCE_SECONDS)
             if not ready or (self.is_broken and len(answers) == len(self.connections)):
                 self.stop()
-                raise AssertionError("\n".join(failed)) if failed else TimeoutError(f"no answer from {open_ones.values()}")
+                raise (
+                    AssertionError("\n".join(failed))
+                    if failed
+                    else TimeoutError(f"no answer from {open_ones.values()}")
+                )
         for rank, (fine, value) in sorted(answers.items()):
             if not fine:
                 raise AssertionError(f"rank {rank}:\n{value}")

@@ -1,4 +1,4 @@
-"""The flat layout is arithmetic: every element on exactly one rank, little padding, borders where they are said to be."""
+"""The flat layout is arithmetic: every element on exactly one rank, little padding, borders as said."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class GatherBuffer:
 
 
 class BufferPool:
-    """Hands out the buffers: trained or frozen groups of equal size and dtype share ``depth`` of them in turn, others have their own."""
+    """Hands out the buffers: blocks of equal size and dtype share ``depth`` of them in turn, others have their own."""
 
     def __init__(self, depth: int, device: torch.device) -> None:
         self._depth, self._device = depth, device

@@ -61,7 +61,7 @@ class SimpleShardedModel:
         device = torch.device(mesh.device_type)
         device = device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
-        self._replica_group = None if mesh.ndim == 1 else mesh.get_group(0)
+        self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
         ranks = dist.get_process_group_ranks(shard_mesh.get_group())
         self.num_ranks = len(ranks)
         reduce_dtype = None if device.type == "cpu" else precision.reduce
@@ -112,7 +112,8 @@ class SimpleShardedModel:
         for (number, trainable, dtype, compute), parameters in sorted(content.items(), key=lambda item: item[0][0]):
             unit = self._units[number]
             layout = lay_out_group([(names[p], tuple(p.shape)) for p in parameters], self.num_ranks)
-            shared = unit.strategy == "full" and sum(len(m) == 1 and type(m[0]) is type(unit.modules[0]) for m in units) > 1
+            alike = sum(len(modules) == 1 and type(modules[0]) is type(unit.modules[0]) for modules in units)
+            shared = unit.strategy == "full" and alike > 1
             buffer = self._pool.buffer_for(layout.total_elements, compute, trainable, shared)
             group = Group(unit, layout, dtype, buffer, trainable, self._wires, shared)
             unit.groups.append(group)
@@ -146,8 +147,8 @@ class SimpleShardedModel:
         return [{"params": pairs, "decay": decay} for decay, pairs in found.items()]
 
     def replicas(self, name: str) -> int:
-        """1: every element is updated on one rank of the shard dimension only."""
-        return 1
+        """1, or with HSDP the number of replicas: adapters are split over the ranks, too."""
+        return self._num_replicas
 
     def after_step(self) -> None:
         """The shards have changed, or a forward without backward is over: nothing gathered is right any more."""
@@ -170,9 +171,11 @@ class SimpleShardedModel:
         except BaseException:
             self._in_backward = False
             self._pending.clear()
-            for unit in self._units:
-                for group in unit.groups:
-                    group.reset()
+            groups = [group for unit in self._units for group in unit.groups]
+            for group in groups:
+                group.settle()
+            for group in groups:
+                group.reset()
             raise
 
     def _agree(self, unit: Unit) -> None:

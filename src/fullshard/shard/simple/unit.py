@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.shard.interface import Shard
 from fullshard.shard.simple.buffer import GatherBuffer
 from fullshard.shard.simple.layout import Layout, Slot
-from fullshard.shard.simple.wire import Transfer, Wire
+from fullshard.shard.simple.wire import Wire
 
 
 class Phase(Enum):
@@ -177,10 +177,13 @@ class Group:
             shard.grad = self.gradient_S[start:stop].to(shard.dtype)
         self.gradient_S = None
 
-    def reset(self) -> None:
-        """After an exception: wait for what is under way, forget gradients and gathered values."""
+    def settle(self) -> None:
+        """Wait for what is under way."""
         if self._transfer is not None:
             self._transfer.wait()
+
+    def reset(self) -> None:
+        """After an exception, when all is settled: forget gradients and gathered values."""
         self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
         self.accumulated_P = self.gradient_S = None
         for parameter in self.parameters:

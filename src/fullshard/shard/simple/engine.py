@@ -112,7 +112,8 @@ class SimpleShardedModel:
         for (number, trainable, dtype, compute), parameters in sorted(content.items(), key=lambda item: item[0][0]):
             unit = self._units[number]
             layout = lay_out_group([(names[p], tuple(p.shape)) for p in parameters], self.num_ranks)
-            alike = sum(len(modules) == 1 and type(modules[0]) is type(unit.modules[0]) for modules in units)
+            kind = type(unit.modules[0]) if unit.modules else None
+            alike = sum(len(modules) == 1 and type(modules[0]) is kind for modules in units)
             shared = unit.strategy == "full" and alike > 1
             buffer = self._pool.buffer_for(layout.total_elements, compute, trainable, shared)
             group = Group(unit, layout, dtype, buffer, trainable, self._wires, shared)

@@ -11,11 +11,14 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 TIMEOUT_SECONDS = 240
+PATIENCE_SECONDS = 20  # for the other ranks, after one has failed
 _pools: dict[int, RankPool] = {}
 
 
@@ -50,7 +53,7 @@ class RankPool:
     def __init__(self, num_ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
         port = free_port()
-        self.connections, self.processes = [], []
+        self.connections, self.processes, self.is_broken = [], [], False
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, num_ranks, port, theirs, list(sys.path)), daemon=True)
@@ -61,16 +64,31 @@ class RankPool:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for connection in self.connections:
             connection.send((function.__module__, function.__name__, arguments))
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(TIMEOUT_SECONDS):
+        answers: dict[int, tuple[bool, Any]] = {}
+        limit = time.monotonic() + TIMEOUT_SECONDS
+        while len(answers) < len(self.connections):
+            open_ones = {c: rank for rank, c in enumerate(self.connections) if rank not in answers}
+            ready = wait(open_ones, limit - time.monotonic())
+            for connection in ready:
+                try:
+                    answers[open_ones[connection]] = connection.recv()
+                except EOFError:
+                    answers[open_ones[connection]] = (False, "the process is gone; its output says why")
+                    self.is_broken = True
+            failed = [f"rank {rank}:\n{value}" for rank, (fine, value) in sorted(answers.items()) if not fine]
+            if failed:  # the others may wait for it for ever
+                limit = min(limit, time.monotonic() + PATIENCE_SECONDS)
+            if not ready or (self.is_broken and len(answers) == len(self.connections)):
                 self.stop()
-                raise TimeoutError(f"rank {rank} gave no answer in {TIMEOUT_SECONDS} s")
-            answers.append(connection.recv())
-        for rank, (fine, value) in enumerate(answers):
+                raise (
+                    AssertionError("\n".join(failed))
+                    if failed
+                    else TimeoutError(f"no answer from {open_ones.values()}")
+                )
+        for rank, (fine, value) in sorted(answers.items()):
             if not fine:
                 raise AssertionError(f"rank {rank}:\n{value}")
-        return [value for _, value in answers]
+        return [value for _, (_, value) in sorted(answers.items())]
 
     def stop(self) -> None:
         for connection in self.connections:

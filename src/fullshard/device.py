@@ -114,6 +114,32 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+class SideStream:
+    """A stream beside the current one, for copies and collectives; on CPU nothing, where collectives are asynchronous.
+
+    ``with stream:`` runs what is inside after all that the current stream has been given so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._outer: torch.Stream | None = None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._outer = torch.accelerator.current_stream()
+            self._stream.wait_stream(self._outer)
+            torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._outer)
+
+    def join(self) -> None:
+        """Let the current stream wait for this one."""
+        if self._stream is not None:
+            torch.accelerator.current_stream().wait_stream(self._stream)
+
+
 def set_threads(num_threads: int) -> None:
     """CPU threads for this process's operators."""
     torch.set_num_threads(max(1, num_threads))

@@ -52,6 +52,7 @@ class TorchShardedModel:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+                module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
 
     def shards(self) -> list[Shard]:
         """This rank's ranges, in parameter order, tied parameters once."""
@@ -112,7 +113,8 @@ class TorchShardedModel:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.reshape(-1).float() for parameter in parameters])
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        flat = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._mesh.get_group())
         parts = flat.split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):

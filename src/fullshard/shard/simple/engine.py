@@ -1,0 +1,321 @@
+"""The simple engine: fully sharded data parallelism on plain collectives, in hooks around a model's own modules.
+
+One step, for a unit between two others (prefetch 1):
+
+    forward    gather -> compute -> free                      while the next unit is gathered
+    backward   gather -> compute -> reduce, free              while the one before is gathered, the one behind reduced
+    optimizer  on this rank's flat range, in fp32
+
+A unit is gathered when the first of its modules is called, and again when the gradient of its output arrives. It is
+through when the gradients of its inputs are complete: then its own gradients are, too, since autograd runs what adds to
+them first. Parameters are views of a buffer and are made once; only the buffer's memory comes and goes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fullshard.errors import ConfigError, TrainError
+from fullshard.shard.interface import Shard
+from fullshard.shard.simple.buffer import BufferPool
+from fullshard.shard.simple.layout import lay_out_group
+from fullshard.shard.simple.schedule import HINT, Schedule
+from fullshard.shard.simple.unit import Group, Phase, Unit, Wires
+from fullshard.shard.simple.wire import Wire
+from fullshard.train.precision import Precision
+
+PREFETCH = 1  # units gathered ahead
+BUFFERS = PREFETCH + 2  # of blocks: one computes, one is gathered, one is reduced
+
+
+class SimpleShardedModel:
+    """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
+
+    ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
+    keeping whole fp32 sums until the last one. ``events``: set it to a list, and (seconds, what, unit, bytes held in
+    buffers) is appended to it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[list[nn.Module]],
+        replicated: set[nn.Parameter],
+        mesh: DeviceMesh,
+        precision: Precision,
+        strategy: str = "full",
+        reduce_each: bool = False,
+    ) -> None:
+        self.module, self._reduce_each = model, reduce_each
+        self.events: list[tuple[float, str, str, int]] | None = None
+        device = torch.device(mesh.device_type)
+        device = device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
+        shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
+        self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
+        ranks = dist.get_process_group_ranks(shard_mesh.get_group())
+        self.num_ranks = len(ranks)
+        reduce_dtype = None if device.type == "cpu" else precision.reduce
+        reduce_group, _ = dist.new_subgroups_by_enumeration(_rank_lists(mesh))
+        self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype)
+        self._pool = BufferPool(BUFFERS, device)
+        self._schedule = Schedule(PREFETCH, self._agree)
+        self._pending: list[Group] = []
+        self._last, self._in_backward = True, False
+        self._device = device
+        self._build(model, units, replicated, precision, strategy, device)
+
+    def _build(
+        self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], precision: Precision,
+        strategy: str, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Move every parameter into a group of its unit, and hang the hooks on the units' modules."""
+        prefix = getattr(model, "name_prefix", "")
+        names = {parameter: name.removeprefix(prefix) for name, parameter in model.named_parameters()}
+        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
+        unit_of: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in names}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners[parameter].append((module, name))
+        path = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
+        for number, modules in enumerate(units):
+            for parameter in {parameter for module in modules for parameter in module.parameters()}:
+                unit_of[parameter].add(number)
+        kept = [len(modules) > 1 for modules in units]  # [final norm, head]: needed first thing in backward
+        self._units = [
+            Unit(" + ".join(path[module] for module in modules), number, "keep" if keep else strategy, modules)
+            for number, (modules, keep) in enumerate(zip(units, kept, strict=True))
+        ]
+        self._root = Unit("the rest", len(units), "keep" if strategy != "replicate" else strategy, [model])
+        self._adapters = Unit("adapters", len(units) + 1, "replicate", [])
+        self._units += [self._root, self._adapters]
+        content: dict[tuple[int, bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+        for parameter, numbers in unit_of.items():
+            if not parameter.is_floating_point():
+                message = f"{names[parameter]} is {parameter.dtype}: only floating-point parameters can be sharded."
+                raise ConfigError(message, "Take the model's unquantised weights.")
+            alone = parameter in replicated
+            number = self._adapters.number if alone else numbers.pop() if len(numbers) == 1 else self._root.number
+            compute = parameter.dtype if alone else precision.compute
+            content.setdefault((number, parameter.requires_grad, parameter.dtype, compute), []).append(parameter)
+        slots: dict[str, tuple[Group, int]] = {}
+        for (number, trainable, dtype, compute), parameters in sorted(content.items(), key=lambda item: item[0][0]):
+            unit = self._units[number]
+            layout = lay_out_group([(names[p], tuple(p.shape)) for p in parameters], self.num_ranks)
+            kind = type(unit.modules[0]) if unit.modules else None
+            alike = sum(len(modules) == 1 and type(modules[0]) is kind for modules in units)
+            shared = unit.strategy == "full" and alike > 1
+            buffer = self._pool.buffer_for(layout.total_elements, compute, trainable, shared)
+            group = Group(unit, layout, dtype, buffer, trainable, self._wires, shared)
+            unit.groups.append(group)
+            for place, parameter in enumerate(parameters):
+                group.fill(place, parameter)
+                slots[names[parameter]] = (group, place)
+                for module, name in owners[parameter]:
+                    module._parameters[name] = group.parameters[place]
+        self._slots = [slots[name] for name in names.values()]
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        for unit in self._units:
+            unit.needs_values_in_backward = not all(isinstance(module, nn.Embedding) for module in unit.modules)
+            for module in unit.modules:
+                module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
+                module.register_forward_hook(partial(self._after_forward, unit))
+
+    def shards(self) -> list[Shard]:
+        """This rank's ranges, in parameter order, tied parameters once."""
+        return [group.describe(group.layout.slots[place], group.shards[place]) for group, place in self._slots]
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Matrices (decay) and vectors (no decay) of the trainable parameters, as (name, flat tensor) pairs."""
+        found: dict[bool, list[tuple[str, nn.Parameter]]] = {}
+        for group, place in self._slots:
+            slot = group.layout.slots[place]
+            if group.trainable:
+                found.setdefault(len(slot.shape) > 1, []).append((slot.name, group.shards[place]))
+        return [{"params": pairs, "decay": decay} for decay, pairs in found.items()]
+
+    def replicas(self, name: str) -> int:
+        """1, or with HSDP the number of replicas: adapters are split over the ranks, too."""
+        return self._num_replicas
+
+    def after_step(self) -> None:
+        """The shards have changed, or a forward without backward is over: nothing gathered is right any more."""
+        for unit in self._units:
+            unit.free()
+        for buffer in self._pool.buffers:
+            buffer.release()
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around one forward and backward; ``last``: the sums over micro-batches and ranks are there afterwards.
+
+        An exception inside leaves no trace: the next micro-batch begins a new step.
+        """
+        self._last = last
+        for unit in self._units:
+            unit.uses = 0
+        try:
+            yield
+        except BaseException:
+            self._in_backward = False
+            self._pending.clear()
+            groups = [group for unit in self._units for group in unit.groups]
+            for group in groups:
+                group.settle()
+            for group in groups:
+                group.reset()
+            raise
+
+    def _agree(self, unit: Unit) -> None:
+        """While the order is new: all ranks run this unit, or TrainError on all."""
+        numbers = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
+        dist.all_gather(numbers, torch.tensor([unit.number], device=self._device), group=self._wires.gather.group)
+        for rank, number in enumerate(numbers):
+            other = self._units[int(number)]
+            if other is not unit:
+                rank_here = self._wires.gather.rank
+                raise TrainError(f"Rank {rank_here} runs {unit.name} where rank {rank} runs {other.name}.", HINT)
+
+    def _note(self, what: str, unit: Unit) -> None:
+        if self.events is not None:
+            held = sum(buffer.held_bytes for buffer in self._pool.buffers)
+            self.events.append((time.perf_counter(), what, unit.name, held))
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather, prefetch, and mark the inputs: when their gradients are complete, the unit is through."""
+        if torch._C._current_graph_task_id() != -1:  # recomputation inside backward
+            unit.gather()
+            return None
+        if unit is self._root:
+            self._schedule.begin()
+            self._adapters.gather()
+        self._schedule.enter(unit)
+        self._gather(unit, self._schedule.coming())
+        self._note("forward", unit)
+        if not torch.is_grad_enabled():
+            return None
+        values, spec = tree_flatten((args, kwargs))
+        marked = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+        if not marked:
+            return None
+        unit.uses += 1
+        for i, value in zip(marked, _Through.apply(self, unit, *[values[i] for i in marked]), strict=True):
+            values[i] = value
+        return tree_unflatten(values, spec)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """Free, and ask to be told when the gradient of the output arrives."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._note("forward end", unit)
+        if unit is self._root:
+            self._schedule.end()
+        if unit.strategy == "full":
+            unit.free()
+            self._note("free", unit)
+        if torch.is_grad_enabled():
+            for value in tree_flatten(output)[0]:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(partial(self._before_backward, unit))
+
+    def _gather(self, unit: Unit, coming: list[Unit]) -> None:
+        """Gather ``unit``, wait for it, and begin to gather those that come next."""
+        if any(group.phase is not Phase.LIVE for group in unit.groups):
+            self._note("gather", unit)
+            unit.gather()
+            self._note("gathered", unit)
+        for other in coming:
+            other.start_gather()
+
+    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if not self._in_backward:
+            if unit is not self._root:  # a backward inside the forward, of a loss in chunks
+                return
+            self._in_backward = True
+            for other in self._units:
+                other.finished = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        coming = [other for other in self._schedule.coming_back(unit) if other.needs_values_in_backward]
+        self._gather(unit, coming) if unit.needs_values_in_backward else None
+        self._note("backward", unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        unit.uses -= 1
+        if self._in_backward and unit.uses == 0 and not unit.finished:
+            self._finish(unit)
+
+    def _finish(self, unit: Unit) -> None:
+        """The unit's gradients of this micro-batch are complete: reduce or keep them, free the rest."""
+        unit.finished = True
+        self._note("backward end", unit)
+        replicate = unit.strategy == "replicate"
+        for group in unit.groups:
+            if group.trainable and (self._last or (self._reduce_each and not replicate)):
+                self._note("reduce", unit)
+                group.start_reduce()
+                self._pending.append(group)
+                while len(self._pending) > 1:
+                    self._finish_reduce()
+                continue
+            if group.trainable:
+                group.accumulate()
+            if not replicate:
+                group.free()
+
+    def _finish_reduce(self) -> None:
+        group = self._pending.pop(0)
+        group.finish_reduce()
+        self._note("reduced", group.unit)
+
+    def _end_backward(self) -> None:
+        """After the last gradient: units without inputs that have gradients, unused ones, and the rest of the sums."""
+        for unit in reversed(self._units):
+            if not unit.finished:
+                self._finish(unit)
+        while self._pending:
+            self._finish_reduce()
+        self._in_backward = False
+        for unit in self._units:
+            if unit.strategy != "replicate":
+                unit.free()
+        for buffer in self._pool.buffers:
+            if buffer.user is None or buffer.user.phase is Phase.SHARDED:
+                buffer.release()
+        if not self._last:
+            return
+        for group in [group for unit in self._units for group in unit.groups if group.gradient_S is not None]:
+            if self._replica_group is not None:
+                dist.all_reduce(group.gradient_S, group=self._replica_group)
+            group.bind_gradients()
+
+
+def _rank_lists(mesh: DeviceMesh) -> list[list[int]]:
+    """The ranks of each shard group."""
+    return [mesh.mesh.tolist()] if mesh.ndim == 1 else mesh.mesh.tolist()
+
+
+class _Through(torch.autograd.Function):
+    """Passes tensors on; its backward runs when all their gradients are complete."""
+
+    @staticmethod
+    def forward(context: Any, engine: SimpleShardedModel, unit: Unit, *tensors: torch.Tensor) -> Any:
+        context.engine, context.unit = engine, unit
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        context.engine._after_backward(context.unit)
+        return (None, None, *gradients)

@@ -1,0 +1,246 @@
+"""A unit (modules gathered, computed and freed together) and its groups (parameters of one kind in one flat buffer)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+
+from fullshard.shard.interface import Shard
+from fullshard.shard.simple.buffer import GatherBuffer
+from fullshard.shard.simple.layout import Layout, Slot
+from fullshard.shard.simple.wire import Wire
+
+
+class Phase(Enum):
+    """Where a group's values are."""
+
+    SHARDED = "sharded"  # each rank has its range, and nothing else
+    GATHERING = "gathering"  # ranges are on their way into the buffer
+    LIVE = "live"  # the buffer holds all values
+    REDUCING = "reducing"  # the buffer holds gradients that are on their way to their ranks
+
+
+ALLOWED = {
+    (Phase.SHARDED, Phase.GATHERING),
+    (Phase.GATHERING, Phase.LIVE),
+    (Phase.LIVE, Phase.SHARDED),
+    (Phase.LIVE, Phase.REDUCING),
+    (Phase.SHARDED, Phase.REDUCING),  # an embedding, whose backward needs no values
+    (Phase.REDUCING, Phase.SHARDED),
+}
+
+
+class Group:
+    """Parameters of one unit that are alike: trained or frozen, one dtype at rest, one in compute.
+
+    ``shard_S`` is this rank's range at rest; ``parameters`` are what the modules compute with: views of the buffer.
+    ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors.
+    """
+
+    def __init__(
+        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires,
+        shared: bool,
+    ) -> None:  # fmt: skip
+        self.unit, self.layout, self.buffer, self.trainable, self._wires = unit, layout, buffer, trainable, wires
+        self._shared = shared  # the buffer stays for the next unit of its kind
+        self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
+        device = buffer.flat.device
+        self.rank = wires.gather.rank
+        self.shard_S = torch.zeros(layout.shard_elements, dtype=dtype, device=device)
+        self.parameters, self.shards = [], []
+        flat_P = buffer.take(self)
+        for slot in layout.slots:  # .data: views with version counters of their own, which filling does not move
+            view = flat_P[slot.offset : slot.offset + slot.size].view(slot.shape).data
+            self.parameters.append(nn.Parameter(view, requires_grad=trainable))
+            start, stop = layout.local_range(slot, self.rank)
+            self.shards.append(nn.Parameter(self.shard_S[start:stop].data, requires_grad=trainable))
+        buffer.release()
+        self.accumulated_P: torch.Tensor | None = None  # fp32 sums over micro-batches, before they are reduced
+        self.gradient_S: torch.Tensor | None = None  # fp32 sum over ranks of this rank's range
+
+    @torch.no_grad()
+    def fill(self, place: int, whole: torch.Tensor) -> None:
+        """Take this rank's range of a parameter's value, unless it is on the meta device."""
+        if not whole.is_meta:
+            start, stop = self.layout.own_range(self.layout.slots[place], self.rank)
+            self.shards[place].copy_(whole.reshape(-1)[start:stop])
+
+    @property
+    def phase(self) -> Phase:
+        """Where the group's values are now."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, new: Phase) -> None:
+        assert (self._phase, new) in ALLOWED, f"{self.unit.name}: {self._phase.value} cannot become {new.value}"
+        self._phase = new
+
+    def _pieces(self, flat_P: torch.Tensor) -> torch.Tensor:
+        return flat_P.view(self.layout.num_ranks, self.layout.shard_elements)
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Begin to fill the buffer, unless that has begun."""
+        if self._phase is Phase.REDUCING:
+            self.finish_reduce()
+        if self._phase is Phase.SHARDED:
+            self._transfer = self._wires.gather.gather(self._pieces(self.buffer.take(self)), self.shard_S)
+            self.phase = Phase.GATHERING
+
+    def gather(self) -> None:
+        """Fill the buffer and wait until it is full."""
+        self.start_gather()
+        if self._phase is Phase.GATHERING:
+            self._transfer.wait()
+            self.phase = Phase.LIVE
+
+    def free(self) -> None:
+        """Forget the gathered values, and give the memory back unless other units use it in turn."""
+        if self._phase is Phase.GATHERING:  # prefetched and not used
+            self.gather()
+        if self._phase is Phase.LIVE:
+            self.phase = Phase.SHARDED
+        if not self._shared and self._phase is Phase.SHARDED:
+            self.buffer.release()
+
+    def leave_buffer(self) -> None:
+        """Called by the next user of the buffer."""
+        if self._phase is Phase.REDUCING:
+            self.finish_reduce()
+        assert self._phase is Phase.SHARDED, f"{self.unit.name} still uses its buffer ({self._phase.value})"
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add this micro-batch's gradients to the whole fp32 sums, and drop them."""
+        if self.accumulated_P is None:
+            dtype = torch.promote_types(self.shard_S.dtype, torch.float32)
+            self.accumulated_P = torch.zeros(self.layout.total_elements, dtype=dtype, device=self.shard_S.device)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if parameter.grad is not None:
+                self.accumulated_P[slot.offset : slot.offset + slot.size] += parameter.grad.reshape(-1)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def start_reduce(self) -> None:
+        """Begin to send the gradients to the ranks that own them; a parameter without one counts as zero.
+
+        They travel in the dtype that they were computed in; the dead buffer is what they are packed in. Sums over
+        several micro-batches travel as fp32.
+        """
+        if self.accumulated_P is not None:
+            self.accumulate()
+            if self._phase is Phase.LIVE:
+                self.phase = Phase.SHARDED
+            flat_P, self.accumulated_P = self.accumulated_P, None
+        else:
+            flat_P = self._pack()
+        self._sent_WS = self._pieces(flat_P)
+        self._transfer = self._wires.reduce.reduce(self._sent_WS)
+        self.phase = Phase.REDUCING
+
+    def _pack(self) -> torch.Tensor:
+        """The gradients in the group's buffer, or in one of the wire's dtype where that is another."""
+        wire_dtype = self._wires.dtype_of(self)
+        flat_P = self.buffer.take(self)
+        if wire_dtype != flat_P.dtype:
+            flat_P = torch.empty(flat_P.numel(), dtype=wire_dtype, device=flat_P.device)
+        end = 0
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            end = slot.offset + slot.size
+            if parameter.grad is None:
+                flat_P[slot.offset : end].zero_()
+            else:
+                flat_P[slot.offset : end].copy_(parameter.grad.reshape(-1))
+                parameter.grad = None
+        flat_P[end:].zero_()
+        return flat_P
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Wait for the other ranks' parts and add them up; the buffer is free afterwards."""
+        if self._phase is not Phase.REDUCING:
+            return
+        total_S = self._wires.reduce.total(self._transfer, self._sent_WS)
+        self.gradient_S = total_S if self.gradient_S is None else self.gradient_S.add_(total_S)
+        self._transfer = self._sent_WS = None
+        self.phase = Phase.SHARDED
+
+    def bind_gradients(self) -> None:
+        """Show the sums to the optimizer as ``shards[i].grad``."""
+        if self.gradient_S is None:
+            return
+        for slot, shard in zip(self.layout.slots, self.shards, strict=True):
+            start, stop = self.layout.local_range(slot, self.rank)
+            shard.grad = self.gradient_S[start:stop].to(shard.dtype)
+        self.gradient_S = None
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        if self._transfer is not None:
+            self._transfer.wait()
+
+    def reset(self) -> None:
+        """After an exception, when all is settled: forget gradients and gathered values."""
+        self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
+        self.accumulated_P = self.gradient_S = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.buffer.release()
+
+    def describe(self, slot: Slot, shard: nn.Parameter) -> Shard:
+        """One parameter's range as the rest of the product sees it."""
+        start, stop = self.layout.own_range(slot, self.rank)
+        gradient = shard.grad.detach() if shard.grad is not None else None
+        return Shard(slot.name, slot.shape, start, stop, shard.detach(), gradient, self.trainable)
+
+
+@dataclass
+class Wires:
+    """The ways of a unit's bytes. ``reduce_dtype``: the least precise dtype in which gradients may travel."""
+
+    gather: Wire
+    reduce: Wire
+    reduce_dtype: torch.dtype | None  # None: as computed (rank-ordered fp32 sums follow)
+
+    def dtype_of(self, group: Group) -> torch.dtype:
+        """The dtype in which the group's gradients travel."""
+        computed = getattr(group.parameters[0], "grad_dtype", None) or group.buffer.flat.dtype
+        return computed if self.reduce_dtype is None else torch.promote_types(computed, self.reduce_dtype)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules whose groups are gathered together. ``strategy``:
+
+    ``full`` frees after forward and gathers again for backward; ``keep`` frees after backward; ``replicate`` keeps the
+    values until the optimizer has changed them.
+    """
+
+    name: str
+    number: int
+    strategy: str
+    modules: list[nn.Module]
+    groups: list[Group] = field(default_factory=list)
+    needs_values_in_backward: bool = True
+    uses: int = 0  # forward calls whose backward has not come
+    in_backward: bool = False
+    finished: bool = False  # in this backward
+
+    def start_gather(self) -> None:
+        """Begin to gather all groups."""
+        for group in self.groups:
+            group.start_gather()
+
+    def gather(self) -> None:
+        """Gather all groups and wait."""
+        self.start_gather()
+        for group in self.groups:
+            group.gather()
+
+    def free(self) -> None:
+        """Forget the gathered values of all groups."""
+        for group in self.groups:
+            group.free()

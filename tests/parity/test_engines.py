@@ -1,0 +1,189 @@
+"""Both engines against one unsharded process: gradients and losses over every combination, ranks 1 to 4."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from odd_model import OddModel, make_model, tokens_of
+from rank_pool import pool
+
+from fullshard.ranks import Ranks
+
+STEPS = 2
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # of the largest gradient
+
+
+def shard(model: OddModel, ranks: Ranks, engine: str, dtype: torch.dtype, **options: Any) -> Any:
+    from fullshard.shard.simple.engine import SimpleShardedModel
+    from fullshard.shard.torch_engine import TorchShardedModel
+    from fullshard.train.precision import Precision
+
+    adapters = {p for name, p in model.named_parameters() if "lora_" in name and not model.blocks[0].one.requires_grad}
+    kind = SimpleShardedModel if engine == "simple" else TorchShardedModel
+    precision = Precision(dtype, master=dtype, reduce=dtype)
+    return kind(model, model.units(), adapters, options.pop("mesh", ranks.mesh), precision, **options)
+
+
+def one_case(ranks: Ranks, engine: str, dtype: torch.dtype, case: tuple[Any, ...], options: dict[str, Any]) -> float:
+    """Largest difference of gradients, over the largest gradient, and of losses, from the unsharded process."""
+    tied, recompute, frozen, micros = case
+    model = make_model(tied, recompute, frozen, dtype)
+    oracle = copy.deepcopy(model)
+    sharded = shard(model, ranks, engine, dtype, **options)
+    optimizer = torch.optim.SGD([{"params": group["params"]} for group in sharded.optimizer_groups()], lr=1e-3)
+    plain = torch.optim.SGD([p for p in oracle.parameters() if p.requires_grad], lr=1e-3)
+    worst = 0.0
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(micros):
+            with sharded.microbatch(micro == micros - 1):
+                loss = sharded.module(tokens_of(step, micro, ranks.rank), uses_all=ranks.rank != 1)
+                loss.backward()
+            total += float(ranks.sum(loss.detach().clone()))
+        right = 0.0
+        for micro, rank in itertools.product(range(micros), range(ranks.num_ranks)):
+            loss = oracle(tokens_of(step, micro, rank), uses_all=rank != 1)
+            loss.backward()
+            right += float(loss.detach())
+        worst = max(worst, abs(total - right) / right)
+        parameters = dict(oracle.named_parameters())
+        largest = max(float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None)
+        covered = 0
+        for part in sharded.shards():
+            assert (part.gradient is not None) == part.trainable, part.name
+            if part.trainable and part.stop > part.start:
+                gradient = parameters[part.name].grad
+                gradient = torch.zeros_like(parameters[part.name]) if gradient is None else gradient
+                difference = gradient.reshape(-1)[part.start : part.stop] - part.gradient
+                worst = max(worst, float(difference.abs().max()) / largest)
+                covered += (part.stop - part.start) / sharded.replicas(part.name)
+        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        assert round(float(ranks.sum(torch.tensor(float(covered))))) == trained
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad(set_to_none=True)
+        sharded.after_step()
+        with torch.no_grad():
+            tokens = tokens_of(99, 0, 0)
+            worst = max(worst, float((sharded.module(tokens) - oracle(tokens)).abs()) / float(oracle(tokens)))
+        sharded.after_step()
+    return worst
+
+
+def all_cases(ranks: Ranks, engine: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, float]:
+    cases = itertools.product((True, False), (False, True), (False, True), (1, 3))
+    return {str(case): one_case(ranks, engine, dtype, case, options) for case in cases}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("engine", ["simple", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_equal_one_unsharded_process(num_ranks: int, engine: str, dtype: torch.dtype) -> None:
+    for found in pool(num_ranks).run(all_cases, engine, dtype, {}):
+        assert found and not {case: worst for case, worst in found.items() if worst > TOLERANCE[dtype]}
+
+
+@pytest.mark.parametrize("strategy", ["keep", "replicate"])
+@pytest.mark.parametrize("reduce_each", [False, True])
+def test_other_strategies_of_the_simple_engine(strategy: str, reduce_each: bool) -> None:
+    options = {"strategy": strategy, "reduce_each": reduce_each}
+    for found in pool(3).run(all_cases, "simple", torch.float64, options):
+        assert not {case: worst for case, worst in found.items() if worst > 1e-12}
+
+
+def hybrid_cases(ranks: Ranks, engine: str) -> dict[str, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    cases = [(True, False, False, 1), (False, True, False, 3), (False, False, True, 3)]
+    return {str(case): one_case(ranks, engine, torch.float64, case, {"mesh": mesh}) for case in cases}
+
+
+@pytest.mark.parametrize("engine", ["simple"])
+def test_shard_inside_and_replicate_across(engine: str) -> None:
+    """HSDP on 2 x 2 ranks."""
+    for found in pool(4).run(hybrid_cases, engine):
+        assert not {case: worst for case, worst in found.items() if worst > 1e-12}
+
+
+def gradients_of_a_step(ranks: Ranks, sharded: Any, step: int) -> list[torch.Tensor]:
+    with sharded.microbatch(True):
+        sharded.module(tokens_of(step, 0, ranks.rank)).backward()
+    found = [part.gradient.clone() for part in sharded.shards() if part.trainable]
+    for group in sharded.optimizer_groups():
+        for _, tensor in group["params"]:
+            tensor.grad = None
+    sharded.after_step()
+    return found
+
+
+def fail_in_the_middle(ranks: Ranks, recompute: bool) -> bool:
+    """A step, one that raises in a block's forward, one that raises in backward, and the first step again."""
+    model = make_model(False, recompute, False, torch.float32)
+    sharded = shard(model, ranks, "simple", torch.float32)
+    first = gradients_of_a_step(ranks, sharded, 0)
+
+    def fail(*anything: Any) -> None:
+        raise KeyError("in the middle")
+
+    for place in (model.blocks[2].register_forward_hook(fail), model.blocks[1].norm.register_full_backward_hook(fail)):
+        with pytest.raises(KeyError):
+            gradients_of_a_step(ranks, sharded, 1)
+        place.remove()
+        assert all(buffer.held_bytes == 0 for buffer in sharded._pool.buffers)
+    again = gradients_of_a_step(ranks, sharded, 0)
+    return all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_failed_step_leaves_no_trace_and_reruns_are_bit_equal(recompute: bool) -> None:
+    assert all(pool(2).run(fail_in_the_middle, recompute))
+
+
+def disagree(ranks: Ranks, later: bool) -> str:
+    from fullshard.errors import TrainError
+
+    model = make_model(False, False, False, torch.float32)
+    sharded = shard(model, ranks, "simple", torch.float32)
+    if later:
+        gradients_of_a_step(ranks, sharded, 0)
+    if ranks.rank == 1 or later:
+        model.blocks = torch.nn.ModuleList([model.blocks[i] for i in (0, 2, 1, 3)])
+    with pytest.raises(TrainError) as caught:
+        gradients_of_a_step(ranks, sharded, 1)
+    return caught.value.message
+
+
+def test_ranks_that_disagree_about_the_order_are_told_both_names() -> None:
+    first, second = pool(2).run(disagree, False)
+    assert first == "Rank 0 runs blocks.1 where rank 1 runs blocks.2."
+    assert second == "Rank 1 runs blocks.2 where rank 0 runs blocks.1."
+    for message in pool(2).run(disagree, True):
+        assert message == "The order of units has changed: blocks.2 runs where blocks.1 ran first."
+
+
+def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], int, int]:
+    """What happens in a second step of 4 blocks; the bytes held; what may be held; what is held at the end."""
+    model = make_model(False, False, False, torch.float32)
+    sharded = shard(model, ranks, "simple", torch.float32)
+    gradients_of_a_step(ranks, sharded, 0)
+    sharded.events = []
+    gradients_of_a_step(ranks, sharded, 1)
+    buffers = sharded._pool.buffers
+    limit = sum(buffer.flat.numel() * 4 for buffer in buffers)
+    assert len(buffers) == 5  # three for the blocks in turn, one for the embedding, one for norm + head
+    happened = [f"{what} {unit}" for _, what, unit, _ in sharded.events]
+    return happened, [held for *_, held in sharded.events], limit, sum(buffer.held_bytes for buffer in buffers)
+
+
+def test_each_collective_happens_as_often_as_it_should() -> None:
+    for happened, held, limit, left in pool(2).run(events_of_a_step):
+        for block in range(4):
+            assert happened.count(f"gather blocks.{block}") <= 2
+            assert happened.count(f"reduce blocks.{block}") == happened.count(f"reduced blocks.{block}") == 1
+        assert happened.count("reduce embedding") == happened.count("reduce norm + head") == 1
+        assert max(held) <= limit and left == 0

@@ -77,9 +77,9 @@ class Trainer:
         self.sharded = None
         if engine == "simple":
             from fullshard.shard.simple.engine import SimpleShardedModel
-            from fullshard.train.precision import Precision
+            from fullshard.train.precision import MODES
 
-            self.sharded = SimpleShardedModel(model, [[layer] for layer in layers], set(), mesh, Precision(dtype))
+            self.sharded = SimpleShardedModel(model, [[layer] for layer in layers], set(), mesh, MODES[precision])
             parameters = [tensor for group in self.sharded.optimizer_groups() for _, tensor in group["params"]]
         elif engine == "DDP":
             model = DistributedDataParallel(model)

@@ -209,7 +209,9 @@ class RunConfig(Section):
     )
     lora: LoraSection = Field(default_factory=LoraSection, description="LoRA settings.")
     train: TrainSection = Field(default_factory=TrainSection, description="The training loop.")
-    engine: Literal["torch"] = Field(default="torch", description="Sharding engine: torch is PyTorch's fully_shard.")
+    engine: Literal["torch", "simple"] = Field(
+        default="torch", description="Sharding engine: torch is PyTorch's fully_shard, simple our own."
+    )
     output: str = Field(min_length=1, description="Run folder; must not exist yet.")
 
     @model_validator(mode="after")

@@ -75,6 +75,12 @@ def select_device(local_rank: int) -> torch.device:
     return torch.device(kind, local_rank)
 
 
+def device_of(mesh: torch.distributed.DeviceMesh) -> torch.device:
+    """This rank's device in a mesh."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
 def device_name(index: int = 0) -> str:
     """An accelerator's name as its driver gives it: ``NVIDIA A100-SXM4-80GB``, ``Ascend910B3``."""
     return torch.get_device_module(device_kind()).get_device_name(index)

@@ -24,7 +24,7 @@ def shard(model: OddModel, ranks: Ranks, engine: str, dtype: torch.dtype, **opti
 
     adapters = {p for name, p in model.named_parameters() if "lora_" in name and not model.blocks[0].one.requires_grad}
     kind = SimpleShardedModel if engine == "simple" else TorchShardedModel
-    precision = Precision(dtype, master=dtype, reduce=dtype)
+    precision = Precision("test", dtype, master=dtype, reduce=dtype)
     return kind(model, model.units(), adapters, options.pop("mesh", ranks.mesh), precision, **options)
 
 

@@ -125,7 +125,9 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
     known = read_json(folder / DATA) if DATA in inside else {}
-    if inside and ("key" not in known or not inside <= {DATA, "train", "eval", "audit.html"}):  # a run folder has a data.json too
+    if inside and (
+        "key" not in known or not inside <= {DATA, "train", "eval", "audit.html"}
+    ):  # a run folder has a data.json too
         raise DataError(f"{folder} exists and holds something else than prepared data.", "Choose another folder.")
     if known.get("key") == key:
         return known

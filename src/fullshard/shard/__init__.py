@@ -20,8 +20,9 @@ def shard_model(
     precision: Precision,
     engine: str,
 ) -> ShardedModel:
-    """Shard ``model`` (on the meta device or real) in place, unit by unit; the rest of its parameters with the root.
+    """Shard ``model`` in place, unit by unit; the rest of its parameters with the root.
 
+    Parameters on the meta device become shards without content on the mesh's device; buffers move there as they are.
     ``units``: lists of modules gathered and freed together, innermost first. ``replicated``: trainable parameters that
     stay whole on every rank (adapters); their gradients are summed by us. Storage dtypes must be set before.
     """
@@ -30,5 +31,9 @@ def shard_model(
             from fullshard.shard.torch_engine import TorchShardedModel
 
             return TorchShardedModel(model, units, replicated, mesh, precision)
+        case "simple":
+            from fullshard.shard.simple.engine import SimpleShardedModel
+
+            return SimpleShardedModel(model, units, replicated, mesh, precision)
         case _:
-            raise ConfigError(f"Unknown engine {engine!r}; torch fits.", "Set engine: torch")
+            raise ConfigError(f"Unknown engine {engine!r}; torch and simple fit.", "Set engine: torch")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fullshard.device import device_of
 from fullshard.shard.interface import Shard, local_part
 from fullshard.train.precision import Precision
 
@@ -53,6 +54,11 @@ class TorchShardedModel:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
                 module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
+        if any(parameter.is_meta for parameter in model.parameters()):
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+            model.to_empty(device=device_of(mesh))
+            for name, buffer in model.named_buffers():  # to_empty has turned them to garbage
+                buffer.detach().copy_(buffers[name])
 
     def shards(self) -> list[Shard]:
         """This rank's ranges, in parameter order, tied parameters once."""

@@ -66,7 +66,6 @@ def build_sharded(
     units = find_units(causal_lm)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
     sharded = shard_model(loss_model, units, adapters, ranks.mesh, precision, config.engine)
-    _materialize(loss_model, ranks.device)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
@@ -99,15 +98,6 @@ def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
         if wrong:
             raise TrainError(f"Buffer {wrong[0]} on rank {rank} differs from rank {ranks.rank}'s.", "Start again.")
     return f"{len(digests)} buffers verified on {ranks.num_ranks} rank{'s' if ranks.num_ranks > 1 else ''}"
-
-
-def _materialize(model: torch.nn.Module, device: torch.device) -> None:
-    """Give meta parameters storage on ``device``; keep buffers, which ``to_empty`` would turn to garbage."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 @torch.no_grad()

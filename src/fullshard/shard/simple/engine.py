@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fullshard.device import device_of
 from fullshard.errors import ConfigError, TrainError
 from fullshard.shard.interface import Shard
 from fullshard.shard.simple.buffer import BufferPool
@@ -58,8 +59,7 @@ class SimpleShardedModel:
     ) -> None:
         self.module, self._reduce_each = model, reduce_each
         self.events: list[tuple[float, str, str, int]] | None = None
-        device = torch.device(mesh.device_type)
-        device = device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
+        device = device_of(mesh)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
         ranks = dist.get_process_group_ranks(shard_mesh.get_group())

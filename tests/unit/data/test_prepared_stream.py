@@ -124,6 +124,13 @@ def test_the_files_are_ordinary_safetensors(k1_folder, tmp_path):
         open_prepared(tmp_path / "p", "train")
 
 
+def is_at_work(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Stopped(BaseException):
     pass
 
@@ -186,8 +193,10 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path)
         children = psutil.Process(job.pid).children(recursive=True)
         job.kill()
     assert children
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 60
+    while any(is_at_work(child) for child in children):
+        assert time.monotonic() < deadline, children
+        time.sleep(0.05)
     assert (
         json.loads((partial_folder(tmp_path / "p") / "journal.json").read_text())["splits"]["train"]["audit"]["rows"]
         >= 500
@@ -372,3 +381,29 @@ def test_time_is_not_needed_to_notice_the_end(two_workers, k1_folder, tmp_path):
     prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 1100)), tmp_path / "p")
     assert not psutil.Process().children()
     assert time.monotonic() - started < 60
+
+
+def test_train_goes_on_with_an_interrupted_preparation(k1_folder, tmp_path, monkeypatch):
+    """Ctrl-C while `train` prepares: the run folder keeps nothing but the unfinished part."""
+    from fullshard.launch import prepare_run
+
+    config, run = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 1200)), tmp_path / "run"
+    append = prepared._Split.append
+
+    def interrupted(self, part):
+        append(self, part)
+        if self.book.rows == 1000:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepared._Split, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_run(config, run, 1, True, "", [])
+    assert [path.name for path in run.iterdir()] == [".prepared.partial"]
+    taken = []
+    monkeypatch.setattr(
+        prepared._Split, "append", lambda self, part: taken.append(part.book.rows) or append(self, part)
+    )
+    prepare_run(config, run, 1, True, "", [])
+    assert taken == [500, 200]  # the first chunk was done
+    assert json.loads((run / "data.json").read_text())["train"]["used"] == 1200
+    assert not (run / ".prepared.partial").exists()

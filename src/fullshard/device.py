@@ -2,8 +2,6 @@
 switches, memory figures, seeds, threads, the cache folder. Sources of what is said of npu: docs/ascend.md.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Optimizer, learning rate, clipping and the finite check, on whatever shards the engine holds."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -75,9 +73,7 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 @torch.no_grad()
-def take_step(
-    optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, peak: float = 0
-) -> Counter[tuple[str, str]]:
+def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, peak: float = 0) -> Counter:
     """One update; bf16 weights in fp32, one tensor at a time, rounded stochastically by ``key`` (seed and step).
 
     Returns, where ``peak`` is a learning rate, how many elements are "asked" to move at it and how many of these

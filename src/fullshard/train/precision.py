@@ -3,8 +3,6 @@
 ``MODES`` is the one table, for planner, engines and log. The optimizer's state is fp32 in every mode.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
@@ -77,7 +75,7 @@ class LossScale:
 def set_storage(model: nn.Module, precision: Precision) -> None:
     """Trainable parameters rest as masters, frozen ones in the compute dtype. On the meta device: costs nothing.
 
-    ConfigError names a parameter that is no floating-point number of 16 bits or more.
+    ConfigError names a parameter that is no float of 16 bits or more.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:

@@ -71,7 +71,7 @@ def build_sharded(
     loss_model.train()
     report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
     report += [*loss_model.routing_note, *recomputed]
-    report.append(f"torch.compile: off, no gain has been measured on {ranks.device.type} (docs/performance.md)")
+    report.append("torch.compile: off (docs/performance.md says what it costs and brings)")
     return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
 
 

@@ -69,7 +69,8 @@ def build_sharded(
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
-    report += loss_model.routing_note + recomputed
+    report += [*loss_model.routing_note, *recomputed]
+    report.append("torch.compile: off (docs/performance.md says what it costs and brings)")
     return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
 
 

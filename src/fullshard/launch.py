@@ -83,8 +83,6 @@ def _step_to_resume(run: Path, step: int | None) -> int:
 
 def _check_ranks(ranks: int | None) -> None:
     """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
-    from fullshard.device import num_devices
-
     if ranks is None:
         return
     if _started_by_launcher():
@@ -94,6 +92,8 @@ def _check_ranks(ranks: int | None) -> None:
         return
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
+    from fullshard.device import num_devices
+
     if 0 < (most := num_devices()) < ranks:
         raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
 

@@ -27,9 +27,11 @@ class Audit:
     rows: int = 0  # source rows read, without copies by weight
     copies: int = 0
     used: int = 0  # source rows of which at least one training row is kept
-    prepared: int = 0  # training rows written; more than used by copies, and where a template needs a row per answer
+    prepared: int = 0  # training rows written: also copies, pieces of texts, a row per answer where a template needs that
     partly: int = 0  # used rows that lost one of their training rows
     cut: int = 0  # training rows
+    split: int = 0  # texts over max_length, in pieces
+    split_rows: int = 0  # the training rows that these became
     tokens: int = 0
     supervised_tokens: int = 0  # supervised positions
     targets: int = 0  # supervised positions that can be predicted (all but a row's first)
@@ -123,7 +125,10 @@ class Audit:
         if self.special_strings:
             some = self._some("special_strings", self.special_strings)
             lines.append(f"{self.special_strings:,} rows write out a special token, read as that token ({some})")
-        if self.prepared > self.used + self.copies:
+        if self.split:
+            some = self._some("split", self.split)
+            lines.append(f"{self.split:,} texts longer than {max_length} tokens split into {self.split_rows:,} ({some})")
+        elif self.prepared > self.used + self.copies:
             became = f"{self.used:,} rows became {self.prepared:,}"
             lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")
         return [f"{split}{' ' if line.startswith('(') else ': '}{line}" for line in lines]

@@ -76,6 +76,8 @@ class ChunkRenderer:
     def _take(self, part: Part, row: Row, training_rows: list[chat.Rendered]) -> None:
         book = part.book
         content = int.from_bytes(blake2b(row.content.encode(), digest_size=8).digest(), "little")
+        if row.text is not None and self._data.too_long == "stop":
+            training_rows = self._split(book, training_rows[0], row)
         problems = [self._fit(part, rendered, row, content) for rendered in training_rows]
         if row.copy:
             book.copies += 1
@@ -90,6 +92,18 @@ class ChunkRenderer:
         if not self._renderer.plain and self._renderer.writes_special(row):
             book.count("special_strings", row.origin)
 
+    def _split(self, book: audit.Audit, whole: chat.Rendered, row: Row) -> list[chat.Rendered]:
+        """A text over max_length in even pieces; between two, nothing predicts the later one's first token."""
+        length = len(whole.ids)
+        count = -(-length // self._data.max_length)
+        if count > 1:
+            book.count("split", row.origin)
+            book.split_rows += count
+        pieces = [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
+        stops = [[stop - piece.start for stop in whole.stops if piece.start <= stop < piece.stop] for piece in pieces]
+        parts = zip(pieces, stops, strict=True)
+        return [chat.Rendered(whole.ids[piece], whole.supervised[piece], stop) for piece, stop in parts] or [whole]
+
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
@@ -99,7 +113,7 @@ class ChunkRenderer:
         if not targets or (length > limit and self._data.too_long != "cut"):
             problem = audit.TOO_LONG if targets else audit.NO_SUPERVISED
             book.tokens_dropped += length
-            if self._data.too_long != "drop":
+            if self._data.too_long != "drop" and (targets or self._data.on_bad != "drop"):
                 book.refused[problem] += 1
                 if targets:
                     book.note("refused", row.origin)

@@ -318,6 +318,13 @@ def _read_list(value: Any, name: str, kind: type, origin: str) -> list[Any]:
 
 
 def _text(value: Any, name: str, origin: str) -> str:
+    if isinstance(value, list) and value and all(_is_text(part) for part in value):
+        return "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise BadRow(origin, f"{name} is no string: found {value!r:.40}", "Write the value in quotes.")
     return value
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a content is text alone, as OpenAI's files may have it."""
+    return isinstance(part, dict) and part == {"type": "text", "text": part.get("text")} and isinstance(part["text"], str)

@@ -137,6 +137,41 @@ def test_plain_text_rows(k1_folder, tmp_path):
     assert result["stop_ids"] == [2]
 
 
+def test_long_texts_are_split_and_that_is_said(k1_folder, tmp_path):
+    """11 words and eos in rows of at most 5: three even pieces of 4; the cut text is the first 5."""
+    path = tmp_path / "a.txt"
+    path.write_text("red blue green one two three four five six seven sun\n\none two\n")
+    result = prepare(recipe(k1_folder, path, max_length=5), tmp_path / "prepared")
+    data = open_prepared(tmp_path / "prepared", "train")
+    assert [data.row(number)[0].tolist() for number in range(4)] == [
+        [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 2], [11, 12, 2]
+    ]  # fmt: skip
+    assert data.supervised.tolist() == [3, 3, 3, 2] and result["train"]["targets"] == 11
+    assert [data.origin(number) for number in range(4)] == [f"{path}:1"] * 3 + [f"{path}:3"]
+    assert result["train"]["used"] == 2 and result["train"]["tokens"] == 15
+    assert f"train: 1 texts longer than 5 tokens split into 3 ({path}:1)" in result["report"]
+    cut = prepare(recipe(k1_folder, path, max_length=5, too_long="cut"), tmp_path / "cut")
+    assert cut["train"]["prepared"] == 2 and cut["train"]["tokens_cut"] == 7
+
+
+def test_rows_without_answer_are_dropped_as_bad_ones_are(k1_folder, ho1, tmp_path):
+    result = prepare(recipe(k1_folder, ho1, on_bad="drop"), tmp_path / "prepared")
+    assert result["train"]["used"] == 3 and result["train"]["dropped"] == {"no supervised token": 1}
+
+
+def test_content_may_be_parts_of_text(k1_folder, tmp_path):
+    """As in OpenAI's files; anything but text is refused."""
+    path, parts = tmp_path / "a.jsonl", [{"type": "text", "text": "red "}, {"type": "text", "text": "blue"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "green"}]}
+    path.write_text(json.dumps(row) + "\n")
+    prepare(recipe(k1_folder, path), tmp_path / "prepared")
+    assert open_prepared(tmp_path / "prepared", "train").row(0)[0].tolist() == [1, 4, 8, 9, 7, 5, 10, 7]
+    parts[1] = {"type": "image", "text": "blue"}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="content is no string"):
+        prepare(recipe(k1_folder, path), tmp_path / "other")
+
+
 def test_a_share_is_set_apart_by_the_seed(k1_folder, tmp_path):
     words = ["one", "two", "three", "four", "five", "six", "seven", "sun", "moon", "star"]
     path = write_rows(tmp_path / "a.jsonl", *[(word, "green") for word in words])

@@ -167,17 +167,22 @@ class SimpleShardedModel:
         self._last = last
         for unit in self._units:
             unit.uses = 0
+        is_whole = False
         try:
             yield
-        except BaseException:
-            self._in_backward = False
-            self._pending.clear()
-            groups = [group for unit in self._units for group in unit.groups]
-            for group in groups:
-                group.settle()
-            for group in groups:
-                group.reset()
-            raise
+            is_whole = True
+        finally:
+            if not is_whole:
+                self._reset()
+
+    def _reset(self) -> None:
+        self._in_backward = False
+        self._pending.clear()
+        groups = [group for unit in self._units for group in unit.groups]
+        for group in groups:
+            group.settle()
+        for group in groups:
+            group.reset()
 
     def _agree(self, unit: Unit) -> None:
         """While the order is new: all ranks run this unit, or TrainError on all."""

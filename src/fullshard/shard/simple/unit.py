@@ -75,6 +75,7 @@ class Group:
 
     @phase.setter
     def phase(self, new: Phase) -> None:
+        """Only the transitions of ALLOWED."""
         assert (self._phase, new) in ALLOWED, f"{self.unit.name}: {self._phase.value} cannot become {new.value}"
         self._phase = new
 

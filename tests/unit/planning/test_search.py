@@ -155,7 +155,7 @@ def test_recomputation_only_where_needed(on_machine, recipe, tmp_path):
 def test_error_names_changes_that_fit(on_machine, recipe, tmp_path):
     config, facts = facts_of_a_larger_model(recipe, tmp_path)
     config = config.model_copy(
-        update={"train": config.train.model_copy(update={"recompute": "off", "micro_batch": "8 rows"})}
+        update={"train": config.train.model_copy(update={"recompute": "none", "micro_batch": "8 rows"})}
     )
     peak = choose(config, 2, facts).peak_bytes
     small = with_memory(CPU, int((2 * peak - 50_000_000 + search.LAUNCHER_BYTES) / search.USABLE_SHARE))

@@ -3,8 +3,6 @@
 Exit codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 stopped by Ctrl-C.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -27,7 +27,7 @@ class Audit:
     rows: int = 0  # source rows read, without copies by weight
     copies: int = 0
     used: int = 0  # source rows of which at least one training row is kept
-    prepared: int = 0  # training rows written: also copies, pieces of texts, a row per answer where a template needs that
+    prepared: int = 0  # training rows written: copies, pieces of texts, rows per answer too
     partly: int = 0  # used rows that lost one of their training rows
     cut: int = 0  # training rows
     split: int = 0  # texts over max_length, in pieces

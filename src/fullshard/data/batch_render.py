@@ -10,8 +10,6 @@ checked against the slow one on the first rows of each sequence of roles and on 
 for a sequence of roles at the first difference.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """From row ids to the tensors of one forward. B = sequences, S = tokens of the longest sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ earlier turns, each turn is a row of its own. Inside a turn the template's ``{% 
 supervised, where it has them. A template that allows none of this is refused with the property that stands in the way.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

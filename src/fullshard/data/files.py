@@ -4,8 +4,6 @@ Parquet files and data sets have no lines: the number is the row's. Where the bo
 JSON list, CSV quotes, a compressed stream, Parquet), reading stops; all else that is wrong with a row is a BadRow.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Near copies among rows: 5-grams of token ids, MinHash (Broder 1997) for candidates, then the true Jaccard index."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ No torch here. A window depends on the data, the seed, the epoch and the global 
 packing only lay it out, so that every layout has the same loss.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fullshard.config import TrainSection, parse_quantity

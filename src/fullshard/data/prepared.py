@@ -8,8 +8,6 @@ All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the
 whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

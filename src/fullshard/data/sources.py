@@ -1,7 +1,5 @@
 """From records to rows: the shape of the data, its messages and tools, how often a file is seen, and what is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -4,8 +4,6 @@ One child reads the tokenizer (without torch) and forks into the others, before 
 socket to this process; when that closes, however this process ended, the child ends too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

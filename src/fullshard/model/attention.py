@@ -5,8 +5,6 @@ its end counted as one more. The cost grows with the sum of the documents' squar
 that do not reach this function, or reach it from fewer layers than they have blocks, are found at the start of a run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The audit of prepared data: its figures, near copies and rows as tables and as an HTML page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@
 All give Markup; whatever else is handed in is text, and is escaped.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``shard_model`` is the only door to the sharding engines."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

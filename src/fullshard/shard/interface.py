@@ -5,8 +5,6 @@ parameter. Gradients are *sums* over micro-batches and ranks: nobody divides. Th
 micro-batch.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ differ by backend); 0-d tensors and adapters stay out of it, replicated, and are
 the root is resharded after a forward without gradients.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

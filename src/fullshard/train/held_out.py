@@ -1,7 +1,5 @@
 """The loss over held-out rows, by the same loss function as training, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

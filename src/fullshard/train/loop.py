@@ -1,7 +1,5 @@
 """The training loop: what one step does, on one screen."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

@@ -5,8 +5,6 @@ Decoder, head and loss run inside ``LossModel.forward``: a head used outside the
 Only supervised positions go through the head, in chunks, so that full logits (B S V) never exist.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

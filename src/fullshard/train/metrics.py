@@ -1,7 +1,5 @@
 """What a run writes down and shows: metrics.jsonl, trackers and the progress line. Rank 0 only."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from importlib import util

@@ -1,7 +1,5 @@
 """Activations recomputed in backward, block by block, and the proof that gradients still reach every trained tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

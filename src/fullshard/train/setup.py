@@ -1,7 +1,5 @@
 """From a config and a plan to a sharded model with its weights loaded, each rank reading only its own ranges."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ through when the gradients of its inputs are complete: then its own gradients ar
 them first. Parameters are views of a buffer and are made once; only the buffer's memory comes and goes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ The cuts know nothing of parameters: a rank's share of a parameter is one contig
 perhaps empty. S is a multiple of 256 elements, so the padding is less than 256 elements a rank. Pure arithmetic.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -1,7 +1,5 @@
 """The order in which units compute: recorded in the first forward, held to afterwards, read ahead for prefetching."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fullshard.errors import TrainError

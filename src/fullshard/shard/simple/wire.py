@@ -6,8 +6,6 @@ the same bits whenever they are repeated, also where 16-bit values travel. On ac
 run on a stream of their own; sums only, since averages and pre-multiplied sums differ by backend.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

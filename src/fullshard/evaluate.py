@@ -3,6 +3,8 @@
 The loss is the one of training (``fullshard.train.loss`` through ``held_out_loss``), so the two may be compared.
 """
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

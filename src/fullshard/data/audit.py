@@ -126,8 +126,8 @@ class Audit:
             some = self._some("special_strings", self.special_strings)
             lines.append(f"{self.special_strings:,} rows write out a special token, read as that token ({some})")
         if self.split:
-            some = self._some("split", self.split)
-            lines.append(f"{self.split:,} texts longer than {max_length} tokens split into {self.split_rows:,} ({some})")
+            became = f"split into {self.split_rows:,} ({self._some('split', self.split)})"
+            lines.append(f"{self.split:,} texts longer than {max_length} tokens {became}")
         elif self.prepared > self.used + self.copies:
             became = f"{self.used:,} rows became {self.prepared:,}"
             lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")

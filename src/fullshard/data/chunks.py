@@ -1,5 +1,7 @@
 """Chunks of rows on their way to disk: rendered, cut or left out, counted, as arrays. No row depends on its chunk."""
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -325,4 +325,4 @@ def _text(value: Any, name: str, origin: str) -> str:
 
 def _is_text(part: Any) -> bool:
     """Whether a part of a content is text alone, as OpenAI's files may have it."""
-    return isinstance(part, dict) and part == {"type": "text", "text": part.get("text")} and isinstance(part["text"], str)
+    return isinstance(part, dict) and part == {"type": "text", "text": str(part.get("text"))}

@@ -85,22 +85,26 @@ def measure_speed(model: Path, data: Path, repeats: int) -> dict:
 
 
 def measure_fill(model: Path, data: Path) -> dict:
-    """Tokens / (sequences x max_length) over an epoch of windows of 32,768 tokens; the last window is a part."""
+    """Over an epoch of windows of 32,768 tokens (the last one is a part and left out): tokens / (sequences x
+    max_length), and tokens / positions that are computed, since a batch is as long as its longest sequence."""
     found = {}
     for max_length in (1024, 2048):
         out = data.with_suffix(f".{max_length}")
         prepare(recipe(model, data, max_length), out)
         lengths = open_prepared(out, "train").lengths
         for num_ranks in (1, 2):
-            shares = []
+            shares, computed = [], []
             for window in windows(lengths, 0, 0, (32768, "tokens"))[:-1]:
-                layout = lay_out(window, lengths, num_ranks, (1, "rows"), True, max_length)
-                sequences = [sequence for ranks in layout for rank in ranks for sequence in rank]
-                shares.append(float(lengths[window].sum() / (len(sequences) * max_length)))
+                layout = lay_out(window, lengths, num_ranks, (4, "rows"), True, max_length)
+                cells = [[int(lengths[rows].sum()) for rows in rank] for ranks in layout for rank in ranks if rank]
+                tokens, positions = sum(map(sum, cells)), sum(len(cell) * max(cell) for cell in cells)
+                shares.append(tokens / (sum(map(len, cells)) * max_length))
+                computed.append(tokens / positions)
             found[f"max_length {max_length}, ranks {num_ranks}"] = {
                 "windows": len(shares),
                 "mean": float(np.mean(shares)),
                 "low": min(shares),
+                "of_computed_positions": float(np.mean(computed)),
             }
     return found
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ class Part:
     """The training rows that a chunk has for one split; ``records``: one RECORD a row, its file a number in files."""
 
     book: audit.Audit = field(default_factory=audit.Audit)
-    tokens: array[int] = field(default_factory=lambda: array("i"))
+    tokens: Any = field(default_factory=list)  # of each row's ids; int32 (tokens) when the chunk is done
     supervised: bytearray = field(default_factory=bytearray)  # 0 or 1 a token
     records: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
@@ -69,6 +69,8 @@ class ChunkRenderer:
                 if split not in parts:
                     parts[split] = Part()
                 self._take(parts[split], row, training_rows)
+            for part in parts.values():
+                part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, part.book.tokens)
         except UserError as error:
             return error
         return parts
@@ -108,8 +110,11 @@ class ChunkRenderer:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
         book.measure(length, row.origin)
-        ids, supervised = rendered.ids[:limit], rendered.supervised[:limit]
-        targets = supervised[1:].count(True)
+        ids, supervised = rendered.ids, rendered.supervised
+        if length > limit:
+            ids, supervised = ids[:limit], supervised[:limit]
+        num_supervised = supervised.count(True)
+        targets = num_supervised - supervised[0] if ids else 0
         if not targets or (length > limit and self._data.too_long != "cut"):
             problem = audit.TOO_LONG if targets else audit.NO_SUPERVISED
             book.tokens_dropped += length
@@ -133,11 +138,13 @@ class ChunkRenderer:
         book.longest_written = max(book.longest_written, len(ids))
         book.max_token_id = max(book.max_token_id, largest)
         book.tokens += len(ids)
-        book.supervised_tokens += supervised.count(True)
+        book.supervised_tokens += num_supervised
         book.targets += targets
-        book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
+        for stop in rendered.stops:
+            if stop < len(ids):
+                book.stops[ids[stop]] += 1
         file, _, line = row.origin.rpartition(":")
-        part.tokens.extend(ids)
+        part.tokens.append(ids)
         part.supervised.extend(supervised)
         part.records.append((content, len(ids), targets, part.files.setdefault(file, len(part.files)), int(line)))
         return None

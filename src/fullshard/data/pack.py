@@ -4,6 +4,8 @@ No torch here. A window depends on the data, the seed, the epoch and the global 
 packing only lay it out, so that every layout has the same loss.
 """
 
+import heapq
+
 import numpy as np
 
 from fullshard.config import TrainSection, parse_quantity
@@ -107,7 +109,10 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible."""
+    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible.
+
+    Then the same number of sequences is filled evenly, where that fits: equally long ones need no pads.
+    """
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
     total = sum(int(lengths[row]) for row in rows)
@@ -124,7 +129,12 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
             room.append(max_length)
         sequences[place].append(row)
         room[place] -= length
-    return sequences
+    even: list[tuple[int, int, list[int]]] = [(0, place, []) for place in range(len(sequences))]  # a heap by tokens
+    for row in rows:
+        filled, place, sequence = even[0]
+        heapq.heapreplace(even, (filled + int(lengths[row]), place, [*sequence, row]))
+    fits = all(filled <= max_length for filled, *_ in even)
+    return [sequence for _, _, sequence in sorted(even, key=lambda item: item[1])] if fits else sequences
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:

@@ -119,4 +119,10 @@ def test_packing_joins_short_rows_of_a_large_window():
 
 def test_packing_spreads_a_small_window_over_the_ranks():
     layout = lay_out(np.arange(4), np.array([5, 5, 5, 5]), 2, (4, "rows"), True, 1000)
-    assert layout == [[[[0, 1]], [[2, 3]]]]
+    assert layout == [[[[0, 2]], [[1, 3]]]]  # two rows, 10 tokens, on each
+
+
+def test_packed_sequences_are_equally_long():
+    """Best fit alone would fill 10, 10, 10 and leave 2."""
+    layout = lay_out(np.arange(8), np.array([4, 4, 4, 4, 4, 4, 4, 4]), 1, (4, "rows"), True, 11)
+    assert [sum(4 for _ in sequence) for sequence in layout[0][0]] == [8, 8, 8, 8]

@@ -1,6 +1,4 @@
-"""The only door to cuda, npu and cpu: kind, number and names of devices, collective backends, attention, numeric
-switches, memory figures, seeds, threads, the cache folder. Sources of what is said of npu: docs/ascend.md.
-"""
+"""The only door to cuda, npu and cpu. Sources of what is said of npu: docs/ascend.md."""
 
 import functools
 import importlib
@@ -23,9 +21,8 @@ ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the 
 
 @functools.cache
 def load_npu_backend() -> None:
-    """Import torch_npu where torch has not (TORCH_DEVICE_BACKEND_AUTOLOAD=0), but never beside another
-    accelerator. Raises ConfigError where it cannot be loaded: nearly always a shell without CANN's set_env.sh.
-    """
+    """Import torch_npu where torch has not, never beside another accelerator. ConfigError where that fails: nearly
+    always a shell without CANN's set_env.sh."""
     if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
         return
     try:
@@ -119,10 +116,7 @@ def synchronize() -> None:
 
 
 class SideStream:
-    """A stream beside the current one, for copies and collectives; on CPU nothing, where collectives are asynchronous.
-
-    ``with stream:`` runs what is inside after all that the current stream has been given so far.
-    """
+    """A stream beside the current one, entered after all that it has been given so far; on CPU nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device) if device.type != "cpu" else None
@@ -165,8 +159,7 @@ def require_tf32() -> None:
 
 
 def set_fast_fp32(fast: bool) -> None:
-    """fp32 products in TF32 or HF32 (ConfigError: the chip has none), or in full fp32. Defaults differ by version and
-    operator, so every switch is set."""
+    """fp32 products in TF32 or HF32 (ConfigError: the chip has none), or in full fp32: every switch is set."""
     if fast:
         require_tf32()
     torch.set_float32_matmul_precision("high" if fast else "highest")
@@ -193,8 +186,7 @@ def collective_backend(kind: str) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory since ``reset_peak_memory``: the allocator's on accelerators, the resident
-    peak (VmHWM, file pages included) on CPU."""
+    """Peak since ``reset_peak_memory``: the allocator's, or on CPU the resident one (VmHWM, file pages included)."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated()
     status = Path("/proc/self/status")

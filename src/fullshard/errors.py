@@ -55,10 +55,7 @@ def without_secrets(text: str) -> str:
 
 
 class Blame:
-    """``with Blame(ModelError, "No tokenizer in x", hint):`` - all that a foreign reader raises becomes that error.
-
-    Tokenizers, chat templates, file readers and disks raise anything, a bare Exception too. A UserError passes.
-    """
+    """``with Blame(ModelError, "No tokenizer in x", hint):`` - all that a foreign reader raises becomes that error."""
 
     def __init__(self, kind: type[UserError], message: str, hint: str) -> None:
         self.kind, self.message, self.hint = kind, message, hint

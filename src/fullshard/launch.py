@@ -1,8 +1,5 @@
 """Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
-
-Everything that can fail cheaply (folder, data, plan) is prepared before any rank trains. Ranks need nothing but the run
-folder, shared by all nodes, and the standard environment variables. The first failure ends all. More: DESIGN.md, 11.
-"""
+Everything that can fail cheaply is prepared before any rank trains; the first failure ends all. DESIGN.md, 11."""
 
 import logging
 import os
@@ -41,11 +38,8 @@ SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 def train_run(
     recipe: RunConfig | str | Path, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False
 ) -> Any:
-    """Train a recipe (a path or a RunConfig) and return its TrainResult.
-
-    ``ranks``: processes to start; default every accelerator, else 2 on a CPU with 2 or more cores. Under torchrun the
-    ranks that are there are used. Raises UserError (ConfigError, DataError, PlanError, ModelError, TrainError); a run
-    folder that exists is never written to.
+    """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start, default every
+    accelerator, else 2 on a CPU; torchrun's are used as they are. UserError; a run folder that exists is not touched.
     """
     _check_ranks(ranks)
     if _started_by_launcher():
@@ -224,10 +218,8 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
-    """Why a launch failed: a problem that a rank named, else a rank ended by a signal, else the first exception.
-
-    A rank that lost its peer raises too, a moment later; the elastic launcher ends the others by SIGTERM.
-    """
+    """A problem that a rank named, else a rank ended by a signal (not SIGTERM: the launcher's), else the first
+    exception."""
     records = [read_json(path) for path in (run / run_folder.ERRORS).glob("rank_*.json")]
     records.sort(key=lambda record: record["time"])
     for record in records:
@@ -259,10 +251,8 @@ def read_result(run: Path) -> Any:
 
 
 def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
-    """Under torchrun: every rank reads the recipe, rank 0 prepares, all train. An error of one ends all.
-
-    An elastic restart goes on in the run folder: it has a launcher process in common with the start that made it.
-    """
+    """Under torchrun: rank 0 prepares, all train. An elastic restart (it shares a launcher process) goes on in the
+    folder."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks
 

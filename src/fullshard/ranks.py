@@ -65,11 +65,8 @@ class Ranks:
         dist.barrier(group=self.host)
 
     def agree(self, task: Callable[[], Any] | None = None) -> list[Any]:
-        """Run ``task`` (None: nothing to do here), wait for all ranks however long they take, return their results.
-
-        A UserError or OSError of one rank is raised on every rank (with the name of a node that is not rank 0's);
-        TrainError where a rank is lost.
-        """
+        """Run ``task``, wait for all ranks however long they take, return their results. UserError and OSError of one
+        are raised on all, with the name of a node that is not rank 0's; TrainError where a rank is lost."""
         finished, mine = threading.Event(), [socket.gethostname()]
         with ThreadPoolExecutor(1) as pool:
             exchange = pool.submit(self._exchange, finished, mine)
@@ -127,11 +124,8 @@ def start_ranks() -> Ranks:
 
 
 def _name_attempt(store: dist.Store, rank: int, num_ranks: int) -> str:
-    """A new name that all ranks of this attempt, and no earlier one, know.
-
-    An elastic restart keeps the store (torch 2.13) with the addresses of ranks that are gone, and would wait for these;
-    its restart count may differ between nodes. So each rank asks with a word of its own, and rank 0 answers all.
-    """
+    """A new name that all ranks of this attempt know: an elastic restart keeps the store (torch 2.13) with addresses of
+    ranks that are gone, and restart counts may differ. Each rank asks with a word of its own; rank 0 answers all."""
     if rank:
         question = uuid.uuid4().hex
         store.set(f"question/{rank}", question)

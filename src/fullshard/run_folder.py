@@ -38,10 +38,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def claim_run(run: Path, doing: str = "trained") -> IO[str]:
-    """Lock ``run`` for this process until the returned file is closed or the process ends, killed or not.
-
-    Raises ConfigError where another process trains it: two would write the same checkpoints.
-    """
+    """Lock ``run`` until the returned file is closed or the process ends. ConfigError where another trains it."""
     lock = open(run / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - it stays open
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

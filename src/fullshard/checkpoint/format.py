@@ -87,10 +87,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a checkpoint's manifest: pieces must cover each tensor without overlap, files must be there.
-
-    CheckpointError where they do not, where it is damaged, and for another format version.
-    """
+    """A checkpoint's manifest; CheckpointError where files are missing, it is damaged, or of another format version."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")

@@ -29,11 +29,9 @@ def save_checkpoint(
     proof: dict[str, torch.Tensor],
     keep_last: int,
 ) -> Path:
-    """Write the checkpoint of ``step``; a collective call. Returns its folder, published whole.
-
-    ``moments``: (parameter name, moment) -> local flat tensor laid out like the shard. ``facts``: method, base_model
-    and trainer of the manifest. ``proof``: tokens and logits of the training state (rank 0's are written).
-    """
+    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``moments``:
+    (parameter, moment) -> local flat tensor. ``facts``: method, base_model, trainer of the manifest. ``proof``: rank
+    0's tokens and logits."""
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")
     written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")

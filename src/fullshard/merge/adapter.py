@@ -1,8 +1,5 @@
-"""Fold LoRA adapters into their base weights: W + scale * B A, in fp32, a block of rows at a time.
-
-Shapes as in model/adapters.py. DoRA's result is m * V / |V| with V = W + scale * B A and |V| the norm of what each
-output reads. An embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank).
-"""
+"""Fold LoRA adapters into their base weights: W + scale * B A, in fp32, a block of rows at a time. Shapes as in
+model/adapters.py; an embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank). DoRA: m * V / |V|."""
 
 from dataclasses import dataclass, replace
 
@@ -19,11 +16,8 @@ ASK_BASE = "Is this the base that the run was trained on?"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The update of one weight: ``left`` @ ``right`` * ``scale``, all fp32.
-
-    ``left`` is (rows, rank) and ``right`` (rank, columns), or with stacked experts (experts, rows, rank) and (experts,
-    rank, columns). ``row_factor`` (rows, 1) and ``column_factor`` (columns,) multiply the sum (DoRA).
-    """
+    """The update of one weight, fp32: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``; stacked experts
+    have one dimension more in front. ``row_factor`` (rows, 1), ``column_factor`` (columns,) multiply the sum (DoRA)."""
 
     left: torch.Tensor
     right: torch.Tensor
@@ -55,11 +49,8 @@ class AdapterSet:
 
 
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
-    """Read every adapter and check it against the base model wrapped by PEFT with the checkpoint's settings.
-
-    Raises MergeError naming the first tensor that does not fit (unknown name, wrong shape, half a pair, a tied weight),
-    where there is no adapter at all, and where no adapter has moved.
-    """
+    """Read every adapter, checked against the base wrapped by PEFT. MergeError names the first tensor that does not
+    fit, and says where there is no adapter or none has moved."""
     rank = checkpoint.manifest.trainer["adapter"]["rank"]
     found = [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]
     if not found:

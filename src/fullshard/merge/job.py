@@ -56,12 +56,8 @@ def merge_run(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> MergeResult:
-    """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged).
-
-    ``dtype`` ("fp32", "bf16", "fp16") replaces the base's own. The folder appears whole and proven, or not at all.
-    Raises MergeError (it exists, cannot be written, does not fit on the disk, adapters never moved, the proof failed),
-    CheckpointError, ConfigError or ModelError.
-    """
+    """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged), whole and
+    proven or not at all. ``dtype``: fp32, bf16 or fp16 for the base's own. MergeError, CheckpointError, ModelError."""
     started = time.monotonic()
     say = progress or (lambda text: None)
     if dtype is not None and dtype not in DTYPES:

@@ -1,7 +1,4 @@
-"""Which parameters the base model has, which of them are one, and which adapters sit on them.
-
-The model is built on the meta device, so this costs no memory.
-"""
+"""Which parameters the base model (on the meta device) has, which of them are one, which adapters sit on them."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,8 @@ class ModelNames:
     """Names and adapters of a model's parameters, and its weights in the base's files."""
 
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
-        """Build the model of ``base/config.json``; ``adapter``: the settings that a LoRA checkpoint names.
-
-        ``new_ids``: tokens that the run added. Raises ModelError where transformers cannot build it or files do not
-        fit.
-        """
+        """Build ``base``; ``adapter``: settings of a LoRA checkpoint; ``new_ids``: tokens that the run added.
+        ModelError."""
         model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size

@@ -1,8 +1,5 @@
-"""Decide, for every tensor of the merged folder, where its values come from: copied, trained, or folded.
-
-The merged folder holds the names of the base's weight files, in their order: a name of a tied weight gets the same
-trained values as its twin, so that no stale copy can untie them; stacked experts go back to one tensor an expert.
-"""
+"""Where the values of every tensor of the merged folder come from: copied, trained, or folded. Names are those of the
+base's weight files; a tied weight's names all get the same values, stacked experts become single ones again."""
 
 import math
 from collections.abc import Iterator
@@ -55,10 +52,8 @@ class ExactWeights:
 
 
 def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """One OutputTensor per name in the base's weight files.
-
-    ``dtype`` replaces the dtype of floating-point tensors; None keeps the base's own, tensor by tensor.
-    """
+    """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is for floating-point
+    ones."""
     weights, files = names.weights, names.weights.files
     outputs = []
     for name in files.names():

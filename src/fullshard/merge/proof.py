@@ -93,11 +93,9 @@ def prove(
     reference: torch.Tensor,
     compute: str,
 ) -> Proof:
-    """Open ``folder`` and compare it with the training state's logits ``reference`` (T, V) on ``tokens`` (1, T).
-
-    ``compute`` is the dtype in which training computed ("fp32", "bf16", "fp16"). Raises MergeError where the folder
-    lacks a weight, holds one that the base does not, or is not the training state.
-    """
+    """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), which training computed in
+    ``compute`` ("fp32", "bf16", "fp16"). MergeError where weights lack or are too many, or it is not the training
+    state."""
     model, ignored = _open(folder, set(names.weights.ignored))
     if reference.shape[1] != (known := model.config.get_text_config().vocab_size):
         message = f"The proof has logits for {reference.shape[1]} tokens, the merged model has {known}."

@@ -1,9 +1,5 @@
-"""Write safetensors files as a stream: header, then each tensor in blocks, so that no tensor is ever whole in memory.
-
-A safetensors file is 8 bytes (header length, little endian), a JSON header {name: {dtype, shape, data_offsets}} padded
-with spaces to a multiple of 8, then the tensors' bytes without gaps. Wider dtypes come first, so that each tensor
-starts at a multiple of its element size.
-"""
+"""Write safetensors files as a stream: 8 bytes of header length, a JSON header padded to a multiple of 8, then each
+tensor in blocks. Wider dtypes come first, so that each tensor starts at a multiple of its element size."""
 
 import json
 import math
@@ -56,11 +52,8 @@ def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
 
 
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write ``tensors`` into ``folder`` in Hugging Face's layout and return the names of the files made.
-
-    One file is ``model.safetensors``; several are ``model-00001-of-0000N.safetensors`` with an index. Raises MergeError
-    where a value does not fit the dtype (too large for fp16) or is not finite.
-    """
+    """Write ``tensors`` in Hugging Face's layout (several files have an index); the names of the files made. MergeError
+    where a value is not finite in its dtype."""
     by_name = {tensor.name: tensor for tensor in tensors}
     sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": shard_bytes}
     plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)

@@ -62,10 +62,8 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
 
 
 def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> None:
-    """Inject LoRA layers (fp32, trainable) into a model on the meta device and freeze everything else, in place.
-
-    ``trains_vocabulary``: the embedding and the head stay trainable as a whole, since new tokens must be learnt.
-    """
+    """Inject LoRA layers (fp32, trainable) into a model on the meta device and freeze the rest, in place, but for the
+    embedding and the head where ``trains_vocabulary``: new tokens must be learnt."""
     inject_adapters(model, lora)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain_head = getattr(head, "base_layer", None)  # where an adapter sits on it
@@ -85,10 +83,8 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Where one adapter sits: ``module`` in the wrapped model, the base ``parameter`` that it changes, and how.
-
-    ``layout``: linear | conv1d | embedding | experts (W as experts, out, in) | experts_in_out (experts, in, out).
-    """
+    """One adapter: ``module`` in the wrapped model, the base ``parameter`` it changes, and ``layout``: linear | conv1d
+    | embedding | experts (W as experts, out, in) | experts_in_out (experts, in, out)."""
 
     module: str
     parameter: str
@@ -118,18 +114,13 @@ def adapter_places(model: nn.Module) -> list[AdapterPlace]:
 
 
 def magnitude_start(place: AdapterPlace, weight: torch.Tensor) -> torch.Tensor:
-    """Start of a DoRA magnitude, (out,) fp32: the norm of what each output reads of its base ``weight``.
-
-    arXiv 2402.09353, section 4; B starts as zero, so the norm is that of W alone.
-    """
+    """DoRA's magnitude (out,) at first, fp32: the norm of what each output reads (arXiv 2402.09353, 4; B is zero)."""
     return torch.linalg.norm(weight.float().T if place.layout == "conv1d" else weight.float(), dim=1)
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Start value of one adapter matrix, fp32 on CPU: zeros for B; for A uniform in +-1/sqrt(in), as PEFT's default.
-
-    A function of (seed, name) only, so that every rank and every number of ranks starts from the same adapter.
-    """
+    """One adapter matrix at first, fp32: B zeros, A uniform in +-1/sqrt(in); by (seed, name) only, the same on any
+    ranks."""
     if ".lora_A." not in name:
         return torch.zeros(shape)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()

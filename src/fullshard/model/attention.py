@@ -18,10 +18,7 @@ BY_DOCUMENT = "by_document"  # the name in transformers' registry, given as attn
 
 
 class Documents:
-    """Where the documents of a batch lie, and which layers were told.
-
-    ``lengths``: per sequence the lengths of its documents, pads included, so that each sums to S.
-    """
+    """Where documents lie: their lengths per sequence, pads included (sum: S); and which attention modules were told."""
 
     def __init__(self, lengths: list[list[int]]) -> None:
         self.lengths = lengths
@@ -34,11 +31,9 @@ def attend(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     documents: Documents | None = None, **unused: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal attention within each document; without ``documents`` each sequence is one. Returns (B, S, H, D).
-
-    Key and value may have fewer heads. ``sliding_window``: a token sees so many, itself included. ``softcap`` (gemma2)
-    and ``s_aux`` (gpt_oss's sinks, one logit a head) have no fused kernel and are computed document by document.
-    """
+    """Causal attention within each document (None: each sequence is one), (B, S, H, D). ``softcap`` (gemma2) and
+    ``s_aux`` (gpt_oss's sinks) have no fused kernel. Key and value may have fewer heads; the window includes a token
+    itself."""
     batch, _, size, _ = query_BHSD.shape
     if documents is None:
         documents = Documents([[size]] * batch)

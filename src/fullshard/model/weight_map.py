@@ -40,11 +40,8 @@ class WeightMap:
     """Parameters (and persistent buffers) of one model, read by ranges from its files."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
-        """Match ``model`` (plain, on the meta device) with ``files``; nothing is read but headers.
-
-        ``new_ids``: rows of the vocabulary that the files lack or that start anew; they begin as the mean of all other
-        rows. Raises ModelError with the first names or shapes that do not match. ``where`` names the folder.
-        """
+        """Match ``model`` (plain, on meta) with the headers of ``files``; ModelError, naming the folder ``where``, at
+        the first mismatch. ``new_ids``: rows of the vocabulary that begin as the mean of all others."""
         self.files = files
         self._config, self._where, self._new_ids = model.config, where, new_ids
         self._state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -106,11 +103,7 @@ class WeightMap:
         return self._groups[file_name].converter is not None
 
     def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor under its original name, from the parameters that ``whole(name)`` gives in full shape.
-
-        For converted groups: transformers' reverse conversion. The last few groups are kept, so that a caller that
-        walks the files in order converts each group once.
-        """
+        """The tensor under its original name, from the parameters ``whole(name)``; the last groups converted are kept."""
         group = self._groups[file_name]
         if group.target not in self._restored:
             while len(self._restored) >= RESTORED_GROUPS:

@@ -1,9 +1,6 @@
-"""Facts per accelerator and about this host's CPU and memory. Imports neither torch nor transformers.
-
-Peaks are dense bf16 with fp32 accumulation; usable memory is what PyTorch reports as the device's total. Links are one
-way, per device. Sources: shared notes "published_runs" section 4, which cites the vendor sheets, stas00/ml-engineering
-(accelerator and network README at 744d01e), torchtitan tools/utils.py and, for usable GiB, training logs.
-"""
+"""Facts per accelerator and about this host's CPU and memory. Imports neither torch nor transformers. Peaks are dense
+bf16, links one way; sources: shared notes "published_runs" 4 (vendor sheets, stas00/ml-engineering at 744d01e,
+torchtitan tools/utils.py; usable GiB: training logs)."""
 
 import difflib
 import os

@@ -58,10 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Line:
-    """One cause of memory use.
-
-    ``when``: always | backward (all of it) | head | block (parts of backward, never together) | step (the optimizer's).
-    """
+    """A cause of memory; ``when``: always | backward (all of it) | head | block (parts of it, never together) | step."""
 
     cause: str
     bytes: int

@@ -1,7 +1,4 @@
-"""From a recipe to a plan: the largest micro-batch that fits, recomputation only where needed, else a PlanError.
-
-Everything is decided by the formulas of memory.py; nothing is run but a short timed product.
-"""
+"""From a recipe to a plan: the largest micro-batch that fits by memory.py, recomputation only where needed."""
 
 import itertools
 from collections.abc import Iterator
@@ -72,19 +69,14 @@ class Facts:
 
 
 def make_plan(
-    config: RunConfig,
-    ranks: int | None = None,
-    devices: str | None = None,
-    rows: int | None = None,
+    config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
     mean_tokens: int | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Plan a recipe on this machine for ``ranks`` (default: what ``train`` would start). Trains nothing.
 
     ``devices``: cards that need not be here, ``8xa800-80g``, one rank each; data files that are missing are assumed.
-    ``rows``, ``mean_tokens``: assume these instead of reading the data. A model id of planning/models needs no folder.
-
-    Raises PlanError, with up to three changes that were checked to fit, where the job does not fit; ConfigError where
-    rows are longer than the model's positions; ModelError and DataError for unusable inputs.
+    ``rows``, ``mean_tokens``: assume these instead of reading the data. Raises PlanError, with up to three changes that
+    were checked to fit, where the job does not fit; ConfigError where rows are longer than the model's positions.
     """
     count, card = parse_devices(devices) if devices else (None, None)
     num_ranks = count or ranks or default_ranks()
@@ -109,8 +101,7 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     if config.model.revision or not shapes.shipped_config(config.model.path):
         config = with_model_folder(config, weights=False)
     volume = volume or read_volume(config)
-    added = len(config.model.add_tokens)
-    model = shapes.build_for_plan(config.model.path, added)
+    model = shapes.build_for_plan(config.model.path, added := len(config.model.add_tokens))
     shape = shapes.shape_of(model)
     adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
     if card is None:
@@ -153,24 +144,26 @@ def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
 
 
 def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice]:
-    longest, adapters, is_lora = longest_row(config, facts), facts.adapters, config.method == "lora"
-    asked = config.train.recompute
-    recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(asked, (asked,))
+    train, packing, limit = config.train, config.data.packing, config.data.max_length
+    longest, is_lora, adapters = longest_row(config, facts), config.method == "lora", facts.adapters
+    lengths = np.minimum(facts.volume.lengths, limit)
+    first = windows(lengths, train.seed, 0, parse_quantity(train.global_batch))[:3]
+    recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
     for recompute, micro_batch in itertools.product(recomputes, _micro_batches(config, num_ranks, facts)):
         count, unit = micro_batch
         job = Job(
             method=config.method,
-            optimizer=config.train.optimizer,
+            optimizer=train.optimizer,
             num_ranks=num_ranks,
             precision=choose_precision(config, facts.machine),
             micro_tokens=count * longest if unit == "rows" else max(count, longest),
             longest=longest,
             recompute=recompute,
-            accumulates=_accumulates(config, num_ranks, facts.volume, micro_batch),
-            adapters=adapters.parameters if is_lora else 0,
-            adapted_inputs=adapters.inputs_per_block if is_lora and config.lora.variant == "dora" else 0,
+            accumulates=any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first),
+            adapters=adapters.parameters * is_lora,
+            adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
             on_cpu=facts.machine.kind == "cpu",
-            vocabulary=adapters.vocabulary if is_lora else 0,
+            vocabulary=adapters.vocabulary * is_lora,
         )
         yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
 
@@ -178,17 +171,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
 def longest_row(config: RunConfig, facts: Facts) -> int:
     """Tokens of the longest sequence that memory must hold: the longest prepared row, else the recipe's max_length."""
     limit = min(config.data.max_length, facts.shape.max_positions or config.data.max_length)
-    if config.data.packing or facts.volume.is_estimate:
-        return limit
-    return min(limit, facts.volume.longest)
-
-
-def _accumulates(config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]) -> bool:
-    """Whether one of the first steps takes more than one micro-batch, laid out as training will."""
-    packing, limit = config.data.packing, config.data.max_length
-    lengths = np.minimum(volume.lengths, limit)
-    first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch))[:3]
-    return any(len(lay_out(window, lengths, num_ranks, micro_batch, packing, limit)) > 1 for window in first)
+    return limit if config.data.packing or facts.volume.is_estimate else min(limit, facts.volume.longest)
 
 
 def _micro_batches(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[int, str]]:
@@ -200,10 +183,10 @@ def _micro_batches(config: RunConfig, num_ranks: int, facts: Facts) -> list[tupl
     tokens = min(count, len(lengths)) * float(lengths.mean()) if unit == "rows" else min(count, int(lengths.sum()))
     share, longest = max(1, int(1.3 * tokens / num_ranks)), longest_row(config, facts)
     bound = max(longest, -(-share // 64) * 64)
-    sizes = CPU_MICRO_TOKENS if facts.machine.kind == "cpu" else DEVICE_MICRO_TOKENS
-    sizes = [max(min(size, bound), longest) for size in sizes]
-    sizes += [bound, longest]  # a whole step at once keeps no gradients over micro-batches; one row is the least
-    return [(size, "tokens") for size in dict.fromkeys(sizes)]
+    tried = CPU_MICRO_TOKENS if facts.machine.kind == "cpu" else DEVICE_MICRO_TOKENS
+    sizes = [max(min(size, bound), longest) for size in tried]
+    # a whole step at once keeps no gradients over micro-batches; one row is the least
+    return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
 
 
 def _require_positions(config: RunConfig, facts: Facts) -> None:
@@ -231,14 +214,6 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, 
     return [change for makes_sense, change in changes if makes_sense]
 
 
-def _in_words(changes: dict[str, Any], card: Accelerator | None) -> str:
-    """As typed on the command line."""
-    ranks = "--devices {}x" + card.name if card else "--ranks {}"
-    more = "" if card or changes.get("ranks", 1) == 1 else " (more devices)"
-    words = [ranks.format(value) + more if key == "ranks" else f"{key}={value}" for key, value in changes.items()]
-    return " ".join(words).replace("=None", "=null")
-
-
 def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
@@ -250,44 +225,38 @@ def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     """Tries single changes, then two and three together, until three ways fit."""
     machine, singles = facts.machine, _changes(config, num_ranks, facts)
-    fitting: list[dict[str, Any]] = []
-    lines: list[str] = []
-    least, smallest = best.peak_bytes, ""
+    ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
+    fitting: dict[str, dict[str, Any]] = {}
     for chosen in (some for size in (1, 2, 3) for some in itertools.combinations(singles, size)):
         changes = {key: value for change in chosen for key, value in change.items()}
-        if len(changes) < sum(map(len, chosen)) or any(smaller.items() <= changes.items() for smaller in fitting):
+        if len(changes) < sum(map(len, chosen)) or any(fit.items() <= changes.items() for fit in fitting.values()):
             continue
-        text = _in_words(changes, machine.card)
-        ranks = changes.get("ranks", num_ranks)
-        settings = {key: value for key, value in changes.items() if key != "ranks"}
+        if len(fitting) == 3:
+            break
+        words = [ranks_word.format(new) if key == "ranks" else f"{key}={new}" for key, new in changes.items()]
+        settings, ranks = dict(changes), changes.get("ranks", num_ranks)
+        settings.pop("ranks", None)
         peak, allowed = choose(_apply(config, settings), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         if peak <= allowed:
-            fitting.append(changes)
-            lines.append(f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)")
-            if len(fitting) == 3:
-                break
-        elif peak < least:
-            least, smallest = peak, f" The least found, {format_bytes(peak)} a rank, is with: {text}."
+            text = " ".join(words).replace("=None", "=null")
+            fitting[f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)"] = changes
     kind = "host memory that is free now, shared by the ranks" if machine.kind == "cpu" else "device memory"
     largest = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)[:3]
     causes = ", ".join(f"{line.cause} {format_bytes(line.bytes)}" for line in largest)
     most, usable = format_bytes(best.peak_bytes), format_bytes(machine.usable_bytes(num_ranks))
     needs = f"at its smallest it needs {most} a rank on {num_ranks} ranks; {usable} a rank may be used ({kind})"
-    message = f"The job does not fit: {needs}. Largest causes: {causes}."
-    if lines:
-        return PlanError(message, "\n".join(["Changes that fit, cheapest first:", *lines]))
-    hint = f"No change of the recipe fits this machine.{smallest} Take a smaller model or more memory."
-    return PlanError(message, hint)
+    hint = "\n".join(["Changes that fit, cheapest first:", *fitting])
+    if not fitting:
+        hint = "No change of the recipe fits this machine. Take a smaller model or more memory."
+    return PlanError(f"The job does not fit: {needs}. Largest causes: {causes}.", hint)
 
 
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
     machine, volume, job = facts.machine, facts.volume, choice.job
-    work, step = measure_work(config, num_ranks, volume, choice.micro_batch)
+    work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
     low, high = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second)
-    rows, tokens, micro_batches = step
-    about = "~" if volume.is_estimate else ""
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    layout = f"{ranks} x {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
+    step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
+    layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method,
         ranks=num_ranks,
@@ -305,7 +274,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         is_estimate=volume.is_estimate,
         num_steps=work.num_steps,
         micro_batches=micro_batches,
-        batch=f"{rows:,} rows = {about}{tokens:,} tokens = {layout}",
+        batch=f"{step} = {layout}",
         seconds_low=low,
         seconds_high=high,
         notes=tuple(_notes(config, facts, choice)),
@@ -315,37 +284,33 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
 
 
 def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
-    rates, machine, volume, job = facts.machine.rates, facts.machine, facts.volume, choice.job
+    machine, volume, job, merged = facts.machine, facts.volume, choice.job, choice.moments["merge"]
+    rates, on_cpu, rows = machine.rates, machine.kind == "cpu", f"memory is for rows of {job.longest:,} tokens"
     if card := machine.card:
         reachable = f"{machine.memory_bytes / GIB:.1f} GiB, {rates.bf16 / 1e12:.0f} TFLOP/s of bf16 reachable"
         yield f"{card.name}: {reachable}, link {card.link_bytes_per_second / 1e9:.0f} GB/s one way"
     if shapes.shipped_config(config.model.path):
         yield f"no folder {config.model.path} is here: the shape is from the config that fullshard ships for this id"
     if volume.assumption:
-        yield f"{volume.assumption}; memory is for rows of {job.longest:,} tokens"
+        yield f"{volume.assumption}; {rows}"
     elif volume.is_estimate:
-        about = f"tokens are estimated (bytes / 4), memory is for rows of {job.longest:,} tokens"
-        yield f"{about}; fullshard prepare counts exactly"
-    if machine.kind == "cpu" and config.train.precision == "auto":
+        yield f"tokens are estimated (bytes / 4), {rows}; fullshard prepare counts exactly"
+    if on_cpu and config.train.precision == "auto":
         yield f"{job.precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
-    if machine.kind == "cpu" and job.precision == "fp16":
+    if on_cpu and job.precision == "fp16":
         yield "fp16 on a CPU is for correctness: slow, and its time is planned at the rate of bf16"
     if job.recompute and config.train.recompute == "auto":
         yield "activations are recomputed because they would not fit otherwise; a third more work"
     if config.data.max_length > job.longest == facts.shape.max_positions:
         yield f"the model has {facts.shape.max_positions:,} positions, fewer than data.max_length"
-    merged = choice.moments["merge"]
-    if machine.kind == "cpu" and merged > machine.usable_bytes(1):
+    if on_cpu and merged > machine.usable_bytes(1):
         yield f"merging opens the whole model in one process, about {format_bytes(merged)}: more than is free now"
 
 
 def measure_work(
     config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]
 ) -> tuple[StepWork, tuple[int, int, int]]:
-    """Lay out the run's first windows as training will, and scale to all of them.
-
-    Returns the work of a rank, and (rows, tokens, micro-batches on each rank) of the first step.
-    """
+    """A rank's work, from the first windows laid out as in training; (rows, tokens, micro-batches) of the first step."""
     packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
     lengths = np.minimum(volume.lengths, limit)
     first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch), config.train.drop_last)
@@ -353,7 +318,11 @@ def measure_work(
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
-    area = sum(max(_area(sequences, lengths) for sequences in cells) for layout in layouts for cells in layout)
+
+    def area_of(sequences: list[list[int]]) -> int:
+        return len(sequences) * max((int(lengths[rows].sum()) for rows in sequences), default=0)
+
+    area = sum(max(map(area_of, cells)) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
     work = StepWork(
@@ -365,8 +334,3 @@ def measure_work(
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
     )
     return work, (len(sampled[0]), tokens[0], len(layouts[0]))
-
-
-def _area(sequences: list[list[int]], lengths: np.ndarray) -> int:
-    """Padded tokens of one rank's micro-batch."""
-    return len(sequences) * max((int(lengths[rows].sum()) for rows in sequences), default=0)

@@ -1,8 +1,4 @@
-"""What the planner needs to know of a model: its parameters by sharding unit, and the widths of one block.
-
-The real parameter list is read from the model class built on the meta device, so no weight is loaded and no family is
-guessed at.
-"""
+"""What the planner needs to know of a model, read off its class built on the meta device: counts and widths."""
 
 import json
 import math
@@ -50,10 +46,8 @@ def shipped_config(path: str) -> Path | None:
 
 
 def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
-    """The model on the meta device, from its folder or a shipped config, with ``num_added`` more tokens.
-
-    ModelError where there is neither.
-    """
+    """The model on the meta device, from its folder or a shipped config, with more tokens. ModelError: neither is
+    there."""
     from transformers import AutoConfig
 
     from fullshard.model.load import build_from_config, read_config

@@ -1,9 +1,5 @@
-"""Time as arithmetic: work divided by a rate that this machine showed in a timed product.
-
-Work per token, forward and backward: 6 x matrix weights for full fine-tuning, 4 x for LoRA (no gradients of frozen
-weights), plus 2 x for recomputation; 12 x width x row length per block for attention (score and value products, whole
-rows: the padded CPU kernels skip nothing). Blocks work on the padded area, the head on supervised positions only.
-"""
+"""Time as arithmetic: work divided by a rate that this machine showed in a timed product. Work per token: 6 x matrix
+weights (LoRA 4 x), 2 x more for recomputation; 12 x width x row length per block for attention."""
 
 import functools
 from dataclasses import dataclass
@@ -79,10 +75,8 @@ def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: fl
 def wire_seconds(
     shape: ModelShape, work: StepWork, method: str, compute_bytes: int, num_ranks: int, link: float | None
 ) -> tuple[float, float]:
-    """(low, high) seconds on the wire: weights gathered twice a micro-batch, gradients reduced once a step.
-
-    ``link``: bytes per second of an accelerator's link, None for gloo on this machine.
-    """
+    """(low, high): weights gathered twice a micro-batch, gradients reduced once a step. ``link``: bytes/s, None for
+    gloo."""
     if num_ranks == 1:
         return 0.0, 0.0
     gathered = 2 * work.num_micro_batches * compute_bytes * shape.parameters * (num_ranks - 1) / num_ranks * 2

@@ -18,11 +18,8 @@ def shard_model(
     precision: Precision,
     engine: str,
 ) -> ShardedModel:
-    """Shard ``model`` in place, unit by unit; the rest of its parameters with the root.
-
-    Parameters on the meta device become shards without content on the mesh's device; buffers move there as they are.
-    ``units``: lists of modules gathered and freed together, innermost first. ``replicated``: trainable parameters that
-    stay whole on every rank (adapters); their gradients are summed by us. Storage dtypes must be set before.
+    """Shard ``model`` in place: ``units`` are gathered and freed together, innermost first, the rest with the root.
+    Meta parameters become empty shards. ``replicated`` ones (adapters) stay whole. Storage dtypes must be set before.
     """
     match engine:
         case "torch":

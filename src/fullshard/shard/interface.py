@@ -1,9 +1,5 @@
-"""What the rest of the product may know of a sharding engine.
-
-Whatever the engine, a rank's share of a parameter is one contiguous range [start, stop) of the flattened, row-major
-parameter. Gradients are *sums* over micro-batches and ranks: nobody divides. They are visible after the last
-micro-batch.
-"""
+"""What the rest of the product may know of a sharding engine. A rank's share of a parameter is one contiguous range
+[start, stop) of its flattened elements. Gradients are *sums* over micro-batches and ranks, there after the last."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -85,10 +85,8 @@ class TorchShardedModel:
                 module.reshard()
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
-        """Matrices (decay) and vectors (no decay) of the trainable parameters, as (name, tensor) pairs.
-
-        Sharded and replicated parameters stand in groups of their own: torch's fused optimizers cannot mix them.
-        """
+        """(name, tensor) pairs by decay (matrices), sharded and replicated ones apart: fused optimizers cannot mix
+        them."""
         self.after_step()
         groups: dict[tuple[bool, bool], list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in self._named_parameters():

@@ -179,11 +179,8 @@ class Trainer:
                 self.save(number)
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
-        """One optimizer step over one window of whole documents.
-
-        Loss = sum of token losses / number of supervised tokens in the window over all ranks; that number is known
-        before the first micro-batch, so gradients only ever have to be summed.
-        """
+        """One optimizer step over one window of whole documents; gradients are summed, since the number of supervised
+        tokens that divides the loss is known before."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
@@ -264,10 +261,8 @@ class Trainer:
         return loss
 
     def _keep_state_before(self, number: int, window: np.ndarray, what: str, aside: bool = False) -> None:
-        """Say which rows step ``number`` saw and save the state before it, which is still ours; a collective call.
-
-        ``aside``: training goes on, so the checkpoint is also put where later ones do not replace it.
-        """
+        """Say which rows step ``number`` saw and save the state before it; collective. ``aside``: where it is not
+        replaced."""
         places = [f"{row} ({self.data.origin(int(row))})" for row in window]
         self.log.record("bad_step", step=number, what=what, rows=places)
         more = f" and {len(places) - ROWS_SHOWN} more, in {METRICS}" if len(places) > ROWS_SHOWN else ""

@@ -1,8 +1,5 @@
-"""The loss of a step, inside the sharding root.
-
-Shapes: B sequences, S positions, N supervised positions, H hidden size, V vocabulary.
-Decoder, head and loss run inside ``LossModel.forward``: a head used outside the root's forward fails under fully_shard.
-Only supervised positions go through the head, in chunks, so that full logits (B S V) never exist.
+"""The loss of a step, inside the sharding root: under fully_shard a head used outside the root's forward fails. Shapes:
+B sequences, S positions, N supervised ones, H hidden, V vocabulary. The head sees supervised positions only, in chunks.
 """
 
 import sys
@@ -21,10 +18,7 @@ CHUNK_LOGIT_BYTES = 256 << 20  # fp32 logits of one chunk
 
 
 class LossModel(nn.Module):
-    """A causal language model whose forward returns the summed loss.
-
-    ``name_prefix`` is what this wrapper puts in front of parameter names; the engines take it away again.
-    """
+    """A causal language model whose forward returns the summed loss; engines remove ``name_prefix`` from its names."""
 
     name_prefix = "causal_lm."
 
@@ -179,11 +173,8 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
 
 
 def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and labels of the supervised positions: (N, H) and (N,).
-
-    With none, the first position with its label -100: a rank with nothing supervised still runs the head, with zero
-    weight, so that every rank takes part in the same collectives.
-    """
+    """Hidden states (N, H) and labels (N,) of the supervised positions; with none the first, unsupervised: every rank
+    runs the head, for the collectives."""
     labels = labels_BS.flatten()
     chosen = (labels != -100).nonzero().flatten()
     if chosen.numel() == 0:

@@ -51,8 +51,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class MetricsLog:
-    """Appends one JSON object a line to metrics.jsonl and keeps the progress bar. Silent on every rank but the
-    first."""
+    """Appends JSON lines to metrics.jsonl and keeps the progress bar. Silent on every rank but the first."""
 
     def __init__(
         self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool, trackers: Sequence[str] = ()

@@ -18,12 +18,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warmup: float) -> float:
-    """Learning rate of step ``step`` (1-based) of ``num_steps``.
-
-    ``warmup`` below 1 is a share of all steps (rounded up), else a number of steps: linear from peak / warmup to peak.
-    After it: constant; linear to peak / rest at the last step; cosine from peak at the first step after warm-up towards
-    0.
-    """
+    """Learning rate of step ``step`` (1-based): linear over ``warmup`` (below 1 a share of all steps, else their
+    number), then constant, linear to peak / rest at the last step, or cosine towards 0."""
     warmup_steps = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
     if step <= warmup_steps:
         return peak * step / warmup_steps
@@ -74,10 +70,8 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @torch.no_grad()
 def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, peak: float = 0) -> Counter:
-    """One update; bf16 weights in fp32, one tensor at a time, rounded stochastically by ``key`` (seed and step).
-
-    Returns, where ``peak`` is a learning rate, how many elements are "asked" to move at it and how many of these
-    rounding to nearest would have "left", by parameter name without the block's number.
+    """One update; bf16 weights in fp32, rounded stochastically by ``key``. With ``peak``, a learning rate: by
+    parameter, how many elements are "asked" to move at it and how many of these rounding to nearest would have "left".
     """
     counts: Counter[tuple[str, str]] = Counter()
     if all(shard.value.dtype == torch.float32 for shard in shards if shard.trainable):
@@ -104,8 +98,7 @@ def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, p
 
 
 def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scale: float = 1.0) -> float:
-    """Global L2 norm of the trainable gradients, divided in place by the loss scale first: the same plain number on
-    every rank; not finite if any element is not."""
+    """Global L2 norm of the gradients, divided in place by ``scale`` first: one number on all ranks; NaN if not finite."""
     for shard in shards:
         if scale != 1 and shard.gradient is not None:
             shard.gradient.div_(scale)
@@ -129,10 +122,7 @@ def clip_gradients(shards: list[Shard], norm: float, clip_norm: float) -> None:
 
 
 def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks, scale: LossScale) -> str:
-    """Empty where norm and loss are finite, else the log's line of a skipped step: fp16 lowers ``scale`` instead.
-
-    TrainError on every rank, naming rank and parameter, where no lower scale can help. A collective call.
-    """
+    """Empty, or the line of a skipped step (fp16 lowers ``scale``); else TrainError on all ranks. A collective call."""
     if math.isfinite(norm) and math.isfinite(loss):
         scale.update(good=True)
         return ""

@@ -1,7 +1,4 @@
-"""The precision of a run: what rests, computes, crosses the wire and updates the weights (docs/precision.md).
-
-``MODES`` is the one table, for planner, engines and log. The optimizer's state is fp32 in every mode.
-"""
+"""The precision of a run (docs/precision.md). The optimizer's state is fp32 in every mode."""
 
 import hashlib
 from collections import Counter
@@ -73,10 +70,7 @@ class LossScale:
 
 
 def set_storage(model: nn.Module, precision: Precision) -> None:
-    """Trainable parameters rest as masters, frozen ones in the compute dtype. On the meta device: costs nothing.
-
-    ConfigError names a parameter that is no float of 16 bits or more.
-    """
+    """Trainable parameters rest as masters, frozen ones in the compute dtype. ConfigError: no float of 16 bits or more."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise ConfigError(f"Parameter {name} is {parameter.dtype}.", "Take the model's fp32, bf16 or fp16 weights.")
@@ -84,10 +78,7 @@ def set_storage(model: nn.Module, precision: Precision) -> None:
 
 
 def storage_table(rows: list[tuple[str, str, torch.dtype, torch.dtype, bool]], precision: Precision) -> list[str]:
-    """Lines for the log: per group of parameters the dtypes in the files, at rest, in compute and in reduction.
-
-    ``rows``: (group, dtype in the files, dtype at rest, dtype of compute, trained) of each parameter.
-    """
+    """Lines for the log, from (group, dtype in the files, at rest, of compute, trained) of each parameter."""
     lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
     for (group, file_dtype, dtype, compute, trained), count in Counter(rows).items():
         reduced, last = (NAMES[precision.reduce], "yes") if trained else ("-", "frozen")
@@ -120,11 +111,8 @@ def _size(num_bytes: int) -> str:
 
 
 def round_stochastically(values: torch.Tensor, start: int, key: str) -> torch.Tensor:
-    """fp32 (n,) -> bf16, up or down with probabilities by the distance, so that the mean stays.
-
-    The random bits are a hash of ``key`` and the element's place in the whole parameter, ``start`` + i: the same on
-    any device and any number of ranks, with nothing to store.
-    """
+    """fp32 (n,) -> bf16, up or down by the distance, so that the mean stays; the random bits are a hash of ``key`` and
+    the element's place in the whole parameter: the same on any device and number of ranks."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
     bits = torch.arange(start, start + len(values), device=values.device)
     for factor, shift in ((0x1E3779B97F4A7C15, 31), (0x3F58476D1CE4E5B9, 27), (0x14D049BB133111EB, 29)):

@@ -16,12 +16,8 @@ from fullshard.shard import Shard
 
 
 def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
-    """Recompute the first ``recompute`` blocks (True: all) with torch's non-reentrant checkpoint. Returns log lines.
-
-    The first ones, since backward reaches them when the others' activations are gone. A block's ``forward`` is wrapped
-    inside its hooks: those of the sharding engine gather once for backward, and names stay as they are. The model's own
-    switch is turned off, or blocks would be recomputed twice.
-    """
+    """Recompute the first ``recompute`` blocks (True: all): backward reaches them when the others' activations are
+    gone. Wrapped inside the engine's hooks; the model's own switch is turned off. Returns log lines."""
     blocks, lines = find_blocks(causal_lm)[1], []
     own = [module for module in causal_lm.modules() if getattr(module, "gradient_checkpointing", False) is True]
     for module in own:
@@ -53,10 +49,7 @@ class GradientReach:
         ]
 
     def report(self, shards: list[Shard], ranks: Ranks) -> str:
-        """The log's line, after the first backward; TrainError where a used adapter got nothing. A collective call.
-
-        An adapter counts as one: with B at zero, as it starts, A's gradient is zero.
-        """
+        """The log's line after the first backward; TrainError where a used adapter (A or B) got nothing. Collective."""
         for hook in self._hooks:
             hook.remove()
         mine = {s.name for s in shards if s.gradient is not None and (not is_adapter(s.name) or bool(s.gradient.any()))}

@@ -39,10 +39,8 @@ class Built:
 def build_sharded(
     config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = ()
 ) -> Built:
-    """Build on the meta device, add adapters, shard, load. A collective call on all ranks.
-
-    ``new_ids``: token ids that ``model.add_tokens`` brought; their rows start as the mean of the others.
-    """
+    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: ids of ``model.add_tokens``, whose rows
+    start as the mean of the others."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
     fingerprint = files.fingerprint()
@@ -101,10 +99,7 @@ def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
 
 @torch.no_grad()
 def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str, AdapterPlace], seed: int) -> None:
-    """Fill this rank's shards: base weights from the rows that hold them, adapters from their start values.
-
-    ``magnitudes``: DoRA's places by module; theirs start from the base weight, read whole, one at a time.
-    """
+    """Fill this rank's shards. ``magnitudes``: DoRA's places by module, read whole one at a time."""
     for shard in sharded.shards():
         if shard.start >= shard.stop:
             continue
@@ -121,11 +116,8 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
 
 @torch.no_grad()
 def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision) -> str:
-    """Compare our head path with the model's own logits on at most 64 tokens; fall back to the model's own if they
-    differ.
-
-    A collective call. Returns the line for the log.
-    """
+    """Compare our head path with the model's own logits on at most 64 tokens, and fall back to these if they differ. A
+    collective call; returns the log's line."""
     model = built.loss_model
     labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
     model.eval()
@@ -152,11 +144,8 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
 
 @torch.no_grad()
 def check_packing(built: Built, rows: list[list[int]], precision: Precision, device: torch.device) -> str:
-    """Packed documents must not see each other: logits of ``rows`` in one sequence equal those of each row alone.
-
-    Tried with our attention by document, which every block's attention must have reached; else with transformers' masks
-    from restarting positions. A collective call. Returns the line for the log, or raises ConfigError.
-    """
+    """Packed documents must not see each other: logits of ``rows`` in one sequence equal those of each alone, by our
+    attention, else by transformers' masks. Collective; the log's line, or ConfigError."""
     model, failures = built.loss_model, []
     tokens = [torch.tensor([row], device=device) for row in rows]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]

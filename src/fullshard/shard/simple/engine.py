@@ -158,10 +158,8 @@ class SimpleShardedModel:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around one forward and backward; ``last``: the sums over micro-batches and ranks are there afterwards.
-
-        An exception inside leaves no trace: the next micro-batch begins a new step.
-        """
+        """Around one forward and backward; ``last``: the sums are there afterwards. An exception inside leaves no
+        trace."""
         self._last = last
         for unit in self._units:
             unit.uses = 0

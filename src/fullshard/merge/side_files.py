@@ -45,7 +45,7 @@ def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
 def write_configs(
     base: Path, folder: Path, dtype: str, trained_stop_ids: Iterable[int], vocabulary_size: int
 ) -> list[str]:
-    """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line for each change."""
+    """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
     config = read_json(base / "config.json")
     generation = read_generation_config(base)
     if not generation:

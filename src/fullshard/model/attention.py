@@ -18,7 +18,7 @@ BY_DOCUMENT = "by_document"  # the name in transformers' registry, given as attn
 
 
 class Documents:
-    """Where documents lie: their lengths per sequence, pads included (sum: S); and which attention modules were told."""
+    """Where documents lie: lengths per sequence, pads included (sum: S), and which attention modules were told."""
 
     def __init__(self, lengths: list[list[int]]) -> None:
         self.lengths = lengths

@@ -53,7 +53,7 @@ def find_packaged_gguf() -> Path:
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -> None:
-    """Write the llama model in ``source`` as a folder (bf16), published once it answers a question. Raises ModelError."""
+    """Write the llama model in ``source`` as a folder (bf16), published once it answers a question, or ModelError."""
     progress = progress or (lambda text, done, total: None)
     with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)

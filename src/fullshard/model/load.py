@@ -133,7 +133,7 @@ def _refuse_untrainable(config: Any, path: str | Path) -> None:
 
 
 def attention_for(config: Any, packing: bool = False) -> str:
-    """What to ask of transformers: the device's, "eager" for families without it; ``packing``: ours, where it can be."""
+    """What to ask of transformers: the device's, "eager" for families without it; ``packing``: ours, if it can be."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if packing and getattr(family, "_supports_attention_backend", False):
         return BY_DOCUMENT

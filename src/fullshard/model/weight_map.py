@@ -103,7 +103,7 @@ class WeightMap:
         return self._groups[file_name].converter is not None
 
     def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor under its original name, from the parameters ``whole(name)``; the last groups converted are kept."""
+        """The tensor under its original name, from the parameters ``whole(name)``; the last groups are kept."""
         group = self._groups[file_name]
         if group.target not in self._restored:
             while len(self._restored) >= RESTORED_GROUPS:

@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Line:
-    """A cause of memory; ``when``: always | backward (all of it) | head | block (parts of it, never together) | step."""
+    """A cause of memory; ``when``: always | backward (all of it) | head | block (parts, never together) | step."""
 
     cause: str
     bytes: int

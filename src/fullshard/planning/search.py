@@ -310,7 +310,7 @@ def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
 def measure_work(
     config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]
 ) -> tuple[StepWork, tuple[int, int, int]]:
-    """A rank's work, from the first windows laid out as in training; (rows, tokens, micro-batches) of the first step."""
+    """A rank's work, from windows laid out as in training; (rows, tokens, micro-batches) of the first step."""
     packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
     lengths = np.minimum(volume.lengths, limit)
     first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch), config.train.drop_last)

@@ -98,7 +98,7 @@ def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, p
 
 
 def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scale: float = 1.0) -> float:
-    """Global L2 norm of the gradients, divided in place by ``scale`` first: one number on all ranks; NaN if not finite."""
+    """Global L2 norm of the gradients, divided in place by ``scale`` first: one on all ranks; NaN if not finite."""
     for shard in shards:
         if scale != 1 and shard.gradient is not None:
             shard.gradient.div_(scale)

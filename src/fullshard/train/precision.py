@@ -70,7 +70,7 @@ class LossScale:
 
 
 def set_storage(model: nn.Module, precision: Precision) -> None:
-    """Trainable parameters rest as masters, frozen ones in the compute dtype. ConfigError: no float of 16 bits or more."""
+    """Trainable parameters rest as masters, frozen ones in the compute dtype. ConfigError: no float of 16 bits."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise ConfigError(f"Parameter {name} is {parameter.dtype}.", "Take the model's fp32, bf16 or fp16 weights.")

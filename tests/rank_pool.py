@@ -34,11 +34,12 @@ def _serve(rank: int, num_ranks: int, port: int, connection: Any, path: list[str
         RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
-    from fullshard.device import set_threads
+    import torch
+
     from fullshard.ranks import start_ranks
 
     ranks = start_ranks()
-    set_threads(1)
+    torch.set_num_threads(1)
     while (task := connection.recv()) is not None:
         module, name, arguments = task
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fullshard.errors import ConfigError
+from fullshard.errors import Blame, ConfigError
 
 HOST_BACKEND = "gloo"  # carries CPU tensors and Python objects, whatever the device
 ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the one that cpu, cuda and npu all bring
@@ -25,12 +25,9 @@ def load_npu_backend() -> None:
     always a shell without CANN's set_env.sh."""
     if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
         return
-    try:
+    hint = "Run CANN's set_env.sh first, see docs/ascend.md. On a machine without NPU: pip uninstall torch_npu"
+    with Blame(ConfigError, "torch_npu is installed and cannot be loaded", hint):
         importlib.import_module("torch_npu")
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        hint = "Run CANN's set_env.sh first, see docs/ascend.md. On a machine without NPU: pip uninstall torch_npu"
-        raise ConfigError(f"torch_npu is installed and cannot be loaded: {reason}", hint) from None
 
 
 def device_kind() -> str:
@@ -109,12 +106,6 @@ def supports_bf16() -> bool:
     return kind == "cpu" or bool(torch.get_device_module(kind).is_bf16_supported(including_emulation=False))
 
 
-def synchronize() -> None:
-    """Wait for the accelerator to finish what it was given; nothing on CPU."""
-    if device_kind() != "cpu":
-        torch.accelerator.synchronize()
-
-
 class SideStream:
     """A stream beside the current one, entered after all that it has been given so far; on CPU nothing."""
 
@@ -138,11 +129,6 @@ class SideStream:
             torch.accelerator.current_stream().wait_stream(self._stream)
 
 
-def set_threads(num_threads: int) -> None:
-    """CPU threads for this process's operators."""
-    torch.set_num_threads(max(1, num_threads))
-
-
 def one_core_environment() -> dict[str, str]:
     """This process's environment for a child that tokenises on one core; glibc keeps what is freed for the next row."""
     malloc = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=4096", "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
@@ -154,8 +140,8 @@ def require_tf32() -> None:
     """ConfigError where fp32 products cannot run in TF32 (NVIDIA from Ampere on) or HF32 (Ascend 910B on, as bf16)."""
     kind = device_kind()
     if not (torch.cuda.is_tf32_supported() if kind == "cuda" else kind == "npu" and supports_bf16()):
-        message = f"train.precision=tf32: this {kind} has no TF32 or HF32 products."
-        raise ConfigError(message, "Set train.precision=auto")
+        problem = f"train.precision=tf32: this {kind} has no TF32 or HF32 products."
+        raise ConfigError(problem, "Set train.precision=auto")
 
 
 def set_fast_fp32(fast: bool) -> None:

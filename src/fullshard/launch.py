@@ -1,6 +1,7 @@
 """Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
 Everything that can fail cheaply is prepared before any rank trains; the first failure ends all. DESIGN.md, 11."""
 
+import ctypes
 import logging
 import os
 import platform
@@ -81,8 +82,7 @@ def _check_ranks(ranks: int | None) -> None:
         return
     if _started_by_launcher():
         if ranks != (started := int(os.environ["WORLD_SIZE"])):
-            message = f"--ranks {ranks}, but the launcher has started {started} ranks."
-            raise ConfigError(message, "Leave --ranks out here.")
+            raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
         return
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
@@ -197,6 +197,8 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from fullshard.train.loop import TrainResult
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
@@ -214,7 +216,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
-    return read_result(run)
+    return TrainResult.read(run)
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
@@ -228,9 +230,8 @@ def _first_failure(run: Path, error: Any) -> UserError:
     plan_it = f"fullshard plan {run / run_folder.RECIPE}"
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            cause = " (often: out of memory)" if failure.exitcode == -signal.SIGKILL else ""
-            message = f"Rank {rank} was ended by signal {-failure.exitcode}{cause}."
-            return TrainError(message, f"Check memory: {plan_it}")
+            ended = f"ended by signal {-failure.exitcode}{' (often: out of memory)' * (failure.exitcode == -9)}"
+            return TrainError(f"Rank {rank} was {ended}.", f"Check memory: {plan_it}")
     if records:
         rank, kind, message = (records[0][key] for key in ("rank", "type", "message"))
         if kind == "OutOfMemoryError":
@@ -240,14 +241,6 @@ def _first_failure(run: Path, error: Any) -> UserError:
         return TrainError(f"Rank {rank} raised {kind}: {message}", f"The traceback stands in {place}")
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
-
-
-def read_result(run: Path) -> Any:
-    """The TrainResult of a finished run."""
-    from fullshard.train.loop import RESULT, TrainResult
-
-    values = read_json(run / RESULT)
-    return TrainResult(**{**values, "run": Path(values["run"])})
 
 
 def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
@@ -273,7 +266,11 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
-    _require_same_data(run, ranks)
+    prepared = run / run_folder.PREPARED
+    hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
+    if len(dict(hashes)) > 1:
+        found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
+        ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
     return _run_as_rank(run, None, quiet, ranks)
 
 
@@ -303,20 +300,11 @@ def _require_shared(run: Path, ranks: "Ranks") -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _require_same_data(run: Path, ranks: "Ranks") -> None:
-    """DataError on all ranks where they do not all see the same prepared data."""
-    prepared = run / run_folder.PREPARED
-    hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
-    if len(dict(hashes)) > 1:
-        found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
-        ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
-
-
 def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks | None" = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
-    from fullshard.train.loop import run_rank
+    from fullshard.train.loop import TrainResult, run_rank
 
     ranks = ranks or start_ranks()
     if resume_step is None:
@@ -331,21 +319,14 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks 
     config = with_model_folder(config)
     run_rank(run, config, read_json(run / run_folder.PLAN), ranks, resume_step or None, quiet)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
-    return read_result(run)
-
-
-def _end_with_launcher() -> None:
-    """Ask Linux to kill this rank when its launcher dies, however it dies; elsewhere it is left to its collectives."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
+    return TrainResult.read(run)
 
 
 def rank_main(arguments: list[str]) -> int:
     """Entry of a rank that our launcher starts: RUN RESUME_STEP quiet|loud. Writes errors/rank_N.json on failure."""
     run, resume_step, quiet = Path(arguments[0]), int(arguments[1]), arguments[2] == "quiet"
-    _end_with_launcher()
+    if sys.platform == "linux":  # end when the launcher dies, however it dies
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
         _run_as_rank(run, resume_step, quiet)
         return 0

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device, set_threads
+from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device
 from fullshard.errors import TrainError, UserError
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
@@ -110,7 +110,7 @@ def start_ranks() -> Ranks:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    set_threads(num_cores() // local_ranks)
+    torch.set_num_threads(max(1, num_cores() // local_ranks))
     limit = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     if not dist.is_initialized():
         store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import Blame, CheckpointError, ConfigError
 
 SCHEMA_VERSION = 1
 
@@ -46,8 +46,7 @@ def claim_run(run: Path, doing: str = "trained") -> IO[str]:
         lock.seek(0)
         process = lock.read().strip()
         lock.close()
-        message = f"{run} is being {doing} now, by process {process}."
-        raise ConfigError(message, f"Wait, or end it: kill {process}") from None
+        raise ConfigError(f"{run} is being {doing} now, by process {process}.", f"Or: kill {process}") from None
     except OSError as error:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)
     lock.truncate(0)
@@ -79,12 +78,11 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     """The object in a JSON file; ``optional``: {} where there is no file. Raises ConfigError where it is damaged."""
     if optional and not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+    content = path.read_bytes()
+    with Blame(ConfigError, f"{path} is damaged", "Put the whole file back."):
+        value = json.loads(content)
         if not isinstance(value, dict):
             raise ValueError("no object")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error}.", "Put the whole file back.") from None
     return value
 
 
@@ -108,8 +106,7 @@ def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     number = max(found) if step is None else step
     if number not in found:
         steps = ", ".join(map(str, found))
-        message = f"{run} has no checkpoint of step {step}; it has steps {steps}."
-        raise CheckpointError(message, "Pass one of these steps.")
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these.")
     return number, found[number]
 
 
@@ -122,6 +119,5 @@ def free_run(parent: Path, stem: str, taken: Callable[[Path], bool] = Path.exist
 def require_run(run: Path) -> Path:
     """Return ``run`` if it is a run folder, else raise ConfigError."""
     if not (run / CONFIG).is_file():
-        message = f"{run} is not a run folder: {CONFIG} is missing."
-        raise ConfigError(message, "A run folder is made by: fullshard train RECIPE")
+        raise ConfigError(f"{run} is not a run folder: {CONFIG} is missing.", "Make one: fullshard train RECIPE")
     return run

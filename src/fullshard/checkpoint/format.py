@@ -75,8 +75,7 @@ class Manifest:
             place, position = f"{stored.kind} of {stored.name}", 0
             for piece in stored.pieces:
                 if piece.start != position or piece.stop < piece.start:
-                    message = f"{place}: a piece starts at {piece.start}, expected {position}."
-                    raise CheckpointError(message, "Use another step.")
+                    raise CheckpointError(f"{place}: a piece is at {piece.start}, not {position}.", "Use another step.")
                 position = piece.stop
             if position != (size := math.prod(stored.shape)):
                 raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
@@ -93,8 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
     values = read_json(path)
     if values.get("format") != FORMAT:
-        message = f"Checkpoint format {values.get('format')!r}; this version reads format {FORMAT}."
-        raise CheckpointError(message, "Update fullshard.")
+        raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")
     try:
         manifest = TypeAdapter(Manifest).validate_python(values)
     except ValidationError as error:
@@ -106,8 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
         if Path(name).name != name or not file.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
         if (size := file.stat().st_size) != facts.bytes:
-            message = f"{file} is damaged: {size} bytes, the manifest says {facts.bytes}."
-            raise CheckpointError(message, "Use another step.")
+            raise CheckpointError(f"{file} is damaged: {size} bytes, not {facts.bytes}.", "Use another step.")
     return manifest
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from fullshard.checkpoint.format import Manifest, read_manifest
-from fullshard.errors import CheckpointError
+from fullshard.errors import Blame, CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.shard import ShardedModel
 
@@ -26,8 +26,7 @@ class RangeReader:
         """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
         stored = self._stored.get((name, kind))
         if stored is None:
-            message = f"The checkpoint of step {self.manifest.step} has no {kind} of {name}."
-            raise CheckpointError(message, "fullshard verify RUN")
+            raise CheckpointError(f"Step {self.manifest.step} has no {kind} of {name}.", "fullshard verify RUN")
         parts = []
         for piece in stored.pieces:
             low, high = max(piece.start, start), piece.stop if stop is None else min(piece.stop, stop)
@@ -36,18 +35,15 @@ class RangeReader:
                 found, size = values.get_shape(), piece.stop - piece.start
                 if found != [size]:
                     place = f"{self.folder / piece.file}: {piece.key}"
-                    message = f"{place} has shape {found}, the manifest says [{size}]."
-                    raise CheckpointError(message, "Use another step.")
+                    raise CheckpointError(f"{place} has shape {found}, not [{size}].", "Use another step.")
                 parts.append(values[low - piece.start : high - piece.start])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def open_file(self, name: str) -> Any:
         """The safetensors handle of one of its files."""
         if name not in self._handles:
-            try:
+            with Blame(CheckpointError, f"{self.folder / name} is not readable", "Use another step."):
                 self._handles[name] = safe_open(self.folder / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.folder / name} is not readable: {error}", "Use another step.") from None
         return self._handles[name]
 
 

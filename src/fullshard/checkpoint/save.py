@@ -20,15 +20,9 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16
 
 
 def save_checkpoint(
-    run: Path,
-    step: int,
-    sharded: ShardedModel,
-    moments: dict[tuple[str, str], torch.Tensor],
-    ranks: Ranks,
-    facts: dict[str, Any],
-    proof: dict[str, torch.Tensor],
-    keep_last: int,
-) -> Path:
+    run: Path, step: int, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks,
+    facts: dict[str, Any], proof: dict[str, torch.Tensor], keep_last: int,
+) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``moments``:
     (parameter, moment) -> local flat tensor. ``facts``: method, base_model, trainer of the manifest. ``proof``: rank
     0's tokens and logits."""
@@ -54,9 +48,14 @@ def save_checkpoint(
             files[name] = FileFacts((temporary / name).stat().st_size, hash_file(temporary / name))
     gathered = ranks.gather_objects((described, files))
     if ranks.is_first:
-        stored = _join([part for parts, _ in gathered for part in parts])
+        joined: dict[tuple[str, str], StoredTensor] = {}  # the whole tensors that the ranks' pieces make
+        for piece in sorted((piece for pieces, _ in gathered for piece in pieces), key=lambda one: one.pieces[0].start):
+            before = joined.get((piece.name, piece.kind))
+            joined[piece.name, piece.kind] = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
         all_files = {name: value for _, files in gathered for name, value in files.items()}
-        manifest = Manifest(step, facts["method"], facts["base_model"], stored, all_files, facts["trainer"])
+        manifest = Manifest(
+            step, facts["method"], facts["base_model"], tuple(joined.values()), all_files, facts["trainer"]
+        )
         with written:
             write_json(temporary / MANIFEST, manifest.to_json())
             sync_path(temporary)
@@ -87,15 +86,6 @@ def _local_ranges(
             piece = Piece(file, key, shard.start, shard.stop)
             described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
     return tensors, described
-
-
-def _join(parts: list[StoredTensor]) -> tuple[StoredTensor, ...]:
-    """The whole tensors that the ranks' pieces make."""
-    joined: dict[tuple[str, str], StoredTensor] = {}
-    for part in sorted(parts, key=lambda part: part.pieces[0].start):
-        before = joined.get((part.name, part.kind))
-        joined[part.name, part.kind] = replace(part, pieces=before.pieces + part.pieces) if before else part
-    return tuple(joined.values())
 
 
 def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -58,8 +58,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     for name in found:
         shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
         if expected is None:
-            message = f"{name} does not fit the base model: with the checkpoint's settings it has no such adapter."
-            raise MergeError(message, ASK_BASE)
+            raise MergeError(f"{name} does not fit the base model: it has no such adapter.", ASK_BASE)
         if shape != expected:
             raise MergeError(f"{name} has shape {shape}; rank {rank} on this base needs {expected}.", ASK_BASE)
     absent = [name for name in names.adapter_shapes if name not in checkpoint.weights]

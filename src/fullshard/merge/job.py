@@ -27,9 +27,6 @@ from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, r
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Progress = Callable[[str], None]
-"""Called with what the merge is doing."""
-
 
 @dataclass(frozen=True)
 class MergeResult:
@@ -48,14 +45,9 @@ class MergeResult:
 
 
 def merge_run(
-    run: str | Path,
-    output: str | Path | None = None,
-    step: int | None = None,
-    dtype: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> MergeResult:
+    run: str | Path, output: str | Path | None = None, step: int | None = None, dtype: str | None = None,
+    overwrite: bool = False, progress: Callable[[str], None] | None = None, shard_bytes: int = SHARD_BYTES,
+) -> MergeResult:  # fmt: skip
     """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged), whole and
     proven or not at all. ``dtype``: fp32, bf16 or fp16 for the base's own. MergeError, CheckpointError, ModelError."""
     started = time.monotonic()
@@ -140,8 +132,7 @@ def _check_output(output: Path, base: Path, overwrite: bool) -> None:
     if not overwrite:
         raise MergeError(f"{output} exists already.", "Replace it with --overwrite, or choose another with --output.")
     if not (output / MERGE_FACTS).is_file():
-        message = f"{output} was not made by a merge ({MERGE_FACTS} is missing), so it is not replaced."
-        raise MergeError(message, "Choose another folder with --output.")
+        raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", "Choose another with --output.")
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
             shape = weights.shape(parameters[0])  # grown where tokens were added
             blocks = partial(exact.blocks, parameters[0])
         elif changed:
-            blocks = partial(_restored_blocks, names, exact, name)
+            blocks = partial(lambda name: iter([weights.restore(name, exact.whole).reshape(-1)]), name)
         outputs.append(OutputTensor(name, shape, stored_dtype, blocks, torch.float32 if changed else base_dtype))
     return outputs
 
@@ -80,13 +80,11 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
         shape = names.weights.shape(name) if name in names.canonical else None
         if names.canonical.get(name) != name or stored.shape != shape:
             expected = f"it has shape {shape} there" if shape is not None else "it has no such parameter"
-            message = f"{name} {stored.shape} of the checkpoint does not fit the base model: {expected}."
-            raise MergeError(message, ASK_BASE)
+            raise MergeError(f"{name} {stored.shape} does not fit the base model: {expected}.", ASK_BASE)
     absent = [name for name in names.canonical.values() if name not in trained and name not in names.frozen]
     if is_full and absent:
         lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
-        message = f"The checkpoint of a full fine-tuning lacks {lacking}."
-        raise MergeError(message, "Use another step.")
+        raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
     return set(trained)
 
 
@@ -94,7 +92,3 @@ def _copied_blocks(names: ModelNames, name: str) -> Iterator[torch.Tensor]:
     shape = names.weights.files.shape(name)
     for start, stop in row_blocks(shape):
         yield names.weights.files.read(name, *((start, stop) if shape else ())).reshape(-1)
-
-
-def _restored_blocks(names: ModelNames, exact: ExactWeights, name: str) -> Iterator[torch.Tensor]:
-    yield names.weights.restore(name, exact.whole).reshape(-1)

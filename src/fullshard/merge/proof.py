@@ -85,14 +85,9 @@ def is_close(comparison: Comparison, low_precision: bool) -> bool:
 
 
 def prove(
-    folder: Path,
-    outputs: list[OutputTensor],
-    names: ModelNames,
-    exact: ExactWeights,
-    tokens: torch.Tensor,
-    reference: torch.Tensor,
-    compute: str,
-) -> Proof:
+    folder: Path, outputs: list[OutputTensor], names: ModelNames, exact: ExactWeights, tokens: torch.Tensor,
+    reference: torch.Tensor, compute: str,
+) -> Proof:  # fmt: skip
     """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), which training computed in
     ``compute`` ("fp32", "bf16", "fp16"). MergeError where weights lack or are too many, or it is not the training
     state."""

@@ -79,17 +79,12 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            _write_tensor(file, tensor)
+            for block in tensor.blocks():
+                stored = block.to(tensor.dtype).reshape(-1).contiguous()
+                if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
+                    message = f"{tensor.name} holds values that are not finite in {dtype_name(tensor.dtype)}."
+                    raise MergeError(message, "Merge another step, or with --dtype fp32.")
+                file.write(memoryview(stored.view(torch.uint8).numpy()))
+        assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"
         file.flush()
         os.fsync(file.fileno())
-
-
-def _write_tensor(file, tensor: OutputTensor) -> None:
-    written = 0
-    for block in tensor.blocks():
-        stored = block.to(tensor.dtype).reshape(-1).contiguous()
-        if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
-            message = f"{tensor.name} holds values that are not finite in {dtype_name(tensor.dtype)}."
-            raise MergeError(message, "Merge another step, or with --dtype fp32.")
-        written += file.write(memoryview(stored.view(torch.uint8).numpy()))
-    assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)

@@ -7,7 +7,6 @@ W as (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -127,8 +126,3 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % (1 << 63))
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def adapter_settings(lora: LoraSection) -> dict[str, Any]:
-    """What a checkpoint keeps of the adapter's settings: rank, alpha, targets, variant."""
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets, "variant": lora.variant}

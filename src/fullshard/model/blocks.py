@@ -14,8 +14,7 @@ def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         if isinstance(child, nn.ModuleList) and len(child)
     ]
     if not lists:
-        message = f"{type(model).__name__} has no list of repeated blocks."
-        raise ModelError(message, "This family cannot be sharded yet.")
+        raise ModelError(f"{type(model).__name__} has no list of repeated blocks.", "It cannot be sharded yet.")
     return max(lists, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
 
 

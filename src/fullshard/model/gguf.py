@@ -82,8 +82,7 @@ def ask(folder: Path, question: str) -> str:
     from transformers import pipeline
 
     answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
-    messages = [{"role": "user", "content": question}]
-    made = answers(messages, max_new_tokens=24, do_sample=False)
+    made = answers([{"role": "user", "content": question}], max_new_tokens=24, do_sample=False)
     return made[0]["generated_text"][-1]["content"].strip()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -59,11 +59,8 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
 def weight_names(folder: Path) -> list[str]:
     """The weight files that a folder means, there or not: those of its index, else model.safetensors."""
     if (folder / INDEX).is_file():
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            return sorted(set(index["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"{folder / INDEX} is damaged: it holds no weight_map.", "Download it again.") from None
+        with Blame(ModelError, f"{folder / INDEX} is damaged: it holds no weight_map", "Download it again."):
+            return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     return [SINGLE]
 
 
@@ -75,11 +72,9 @@ class WeightFiles:
         self.files = [folder / file for file in weight_names(folder)]
         self._places: dict[str, Any] = {}
         for file in self.files:
-            try:
+            with Blame(ModelError, f"{file} is damaged", "Download this file again."):
                 handle = safe_open(file, framework="pt")
                 self._places |= dict.fromkeys(handle.keys(), handle)
-            except SafetensorError as error:
-                raise ModelError(f"{file} is damaged: {error}", "Download this file again.") from None
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""

@@ -19,7 +19,7 @@ from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from fullshard.errors import ModelError
+from fullshard.errors import Blame, ModelError
 from fullshard.model.load import WeightFiles
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -48,13 +48,12 @@ class WeightMap:
         self._prefix = model.base_model_prefix
         conversions = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._groups: dict[str, _Group] = {}  # by file tensor
         self.ignored: list[str] = []  # file tensors that the model has no place for
         self._outputs: dict[str, _Group] = {}  # by parameter
         self.aliases = _aliases(model)  # parameter -> all names of the same parameter, for tied ones
         self._grown = _vocabulary_tensors(model) if new_ids else set()
-        self._match(model, converters)
+        self._match(model, [entry for entry in conversions if isinstance(entry, WeightConverter)])
         self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
         self._restored: dict[str, dict[str, torch.Tensor]] = {}
         self._means: dict[str, torch.Tensor] = {}
@@ -95,8 +94,7 @@ class WeightMap:
 
     def parameters_of(self, file_name: str) -> list[str]:
         """The parameters or buffers that ``file_name`` is a part of; none for a tensor that the model ignores."""
-        group = self._groups.get(file_name)
-        return group.outputs if group else []
+        return self._groups[file_name].outputs if file_name in self._groups else []
 
     def is_converted(self, file_name: str) -> bool:
         """Whether the file tensor is stacked or split on load (a mere renaming is not)."""
@@ -106,7 +104,7 @@ class WeightMap:
         """The tensor under its original name, from the parameters ``whole(name)``; the last groups are kept."""
         group = self._groups[file_name]
         if group.target not in self._restored:
-            while len(self._restored) >= RESTORED_GROUPS:
+            if len(self._restored) == RESTORED_GROUPS:
                 del self._restored[next(iter(self._restored))]
             self._restored[group.target] = self._reverse(group, {name: whole(name) for name in group.outputs})
         return self._restored[group.target][file_name]
@@ -140,14 +138,11 @@ class WeightMap:
             message = f"{self._where} is incomplete: {group.target} needs as many of each, not {dict(counts)} tensors."
             raise ModelError(message, "Download the whole model folder again.")
         empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
-        try:
+        made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
+        message = f"{self._where}: {group.target} cannot be made from {made_of}, or not be written back"
+        with Blame(ModelError, message, "This family converts its weights on load in a way that cannot be reversed."):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
-        except (ValueError, RuntimeError, KeyError, NotImplementedError, IndexError) as error:
-            made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
-            message = f"{self._where}: {group.target} cannot be made from {made_of}, or not be written back: {error}"
-            hint = "This family converts its weights on load in a way that cannot be reversed."
-            raise ModelError(message, hint) from None
         wrong = [name for _, name in group.sources if back[name].shape != empty[name].shape]
         if wrong:
             raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
@@ -169,14 +164,12 @@ class WeightMap:
         for name, value in parameters.items():
             converter.add_tensor(first, name, renamed[name][1], value)
         made = _single(converter.convert(first, config=self._config))
-        plain = {self._without_prefix(name): value for name, value in made.items()}
+        prefix = f"{self._prefix}."
+        plain = {name.removeprefix(prefix): value for name, value in made.items()}
         originals = [name for _, name in group.sources]
         renamed_back = [core_model_loading.apply_renamings(name, self._renamings) for name in originals]
         pairs = zip(originals, renamed_back, strict=True)
-        return {name: plain[self._without_prefix(stored)] for name, stored in pairs}
-
-    def _without_prefix(self, name: str) -> str:
-        return name.removeprefix(f"{self._prefix}.")
+        return {name: plain[stored.removeprefix(prefix)] for name, stored in pairs}
 
     def _converted(self, group: _Group) -> dict[str, torch.Tensor]:
         if self._converted_group[0] != group.target:
@@ -206,8 +199,9 @@ class WeightMap:
         for name in parameters:
             group = self._outputs[self._source_name(name)]
             if self.dtype(name) not in FLOATS:
-                stored_as = f"stored as {self.dtype(name)}, none of {', '.join(FLOATS)}"
-                message = f"{self._where}: parameter {name} is {stored_as}."
+                message = (
+                    f"{self._where}: parameter {name} is stored as {self.dtype(name)}, none of {', '.join(FLOATS)}."
+                )
                 raise ModelError(message, "Take the model's bf16 or fp32 weights.")
             if group.converter is None:
                 self._check_shape(name, self.files.shape(group.sources[0][1]))

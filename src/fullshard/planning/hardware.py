@@ -83,7 +83,10 @@ def read_host() -> Host:
     if limit is not None and limit[0] < total:
         total, available = limit[0], min(available, max(0, limit[0] - limit[1]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return Host(_processor_name(), cores, total, available)
+    information = Path("/proc/cpuinfo")
+    text = information.read_text(errors="replace") if information.is_file() else ""
+    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE | re.IGNORECASE)
+    return Host(found[1].strip() if found else platform.processor() or platform.machine(), cores, total, available)
 
 
 def _control_group_limit() -> tuple[int, int] | None:
@@ -98,10 +101,3 @@ def _control_group_limit() -> tuple[int, int] | None:
             found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
             return int(limit_text), int(found[1]) if found else 0
     return None
-
-
-def _processor_name() -> str:
-    information = Path("/proc/cpuinfo")
-    text = information.read_text(errors="replace") if information.is_file() else ""
-    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE | re.IGNORECASE)
-    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -1,18 +1,8 @@
 """Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
 
-Bytes; N parameters, W ranks, c bytes of the compute dtype. States: masters 4N/W, gradients 4N/W, AdamW 8N/W (SGD 0);
-LoRA keeps the frozen base, cN/W, and its A adapter parameters whole on every rank, 4A + 4A + 8A; bf16_pure has a 2
-for each 4. Transients, with U the largest unit gathered at once: 2cU (the one in use and the next), 4U on the fp32
-wire; several micro-batches keep 4N.
-
-Activations of one block per token, what autograd keeps with fused attention (h width, a heads x head size, f MLP width,
-n features of all norms: 2h in Llama):
-    c (2h + n + 4a + mf) + 4n
-the inputs of the products (h, h), the norms' normalised form and fp32 input (LayerNorm: only its input), the
-attention's query, output, keys and values (repeated for every head), and m tensors of the MLP (ModelShape.mlp_copies).
-DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest row. With
-recomputation every block keeps its input, ch, and one block at a time is whole. tests/unit/planning: within 10 % in
-llama, qwen3 and gpt2, full or LoRA; an 8B model on 64 ranks lies at most 35 % above fully_shard's traced peak.
+Activations of one block per token, what autograd keeps with fused attention (c bytes of compute, h width, a heads x
+head size, f MLP width, n features of all norms, m ModelShape.mlp_copies): c (2h + n + 4a + mf) + 4n, without 4n for
+LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest.
 """
 
 from dataclasses import dataclass

@@ -34,9 +34,8 @@ class Volume:
 
 def read_volume(config: RunConfig) -> Volume:
     """The run's prepared rows if its folder holds them, else an estimate from its files. DataError for bad files."""
-    run = Path(config.output)
-    if (run / PREPARED / "train").is_dir() and _is_prepared_for(run, config):
-        return _prepared_volume(run / PREPARED)
+    if prepared := _prepared_volume(Path(config.output), config):
+        return prepared
     lengths, supervised = _estimate_files(config.train_files, config.data)
     held_out = lengths[:0]
     if isinstance(config.data.eval, str):
@@ -57,23 +56,21 @@ def assume_volume(config: RunConfig, rows: int | None, mean_tokens: int | None) 
     return Volume(np.full(rows - held_out, tokens), share, held_out * tokens, True, words)
 
 
-def _is_prepared_for(run: Path, config: RunConfig) -> bool:
-    """Whether the run folder's rows were made by this recipe: same data section, seed and model."""
-    if not (run / CONFIG).is_file():
-        return False
-    made, model = read_json(run / CONFIG), Path(config.model.path).expanduser().resolve()
-    wanted = [config.data.model_dump(mode="json"), config.train.seed, config.model.add_tokens, model]
-    return wanted == [made["data"], made["train"]["seed"], made["model"]["add_tokens"], Path(made["model"]["path"])]
-
-
-def _prepared_volume(prepared: Path) -> Volume:
+def _prepared_volume(run: Path, config: RunConfig) -> Volume | None:
+    """The run folder's rows, if they were made by this recipe: same data section, seed and model."""
     from fullshard.data.prepared import open_prepared
 
-    data = open_prepared(prepared, "train")
-    lengths = np.asarray(data.lengths, dtype=np.int64)
-    share = float(np.asarray(data.supervised).sum()) / max(1, int(lengths.sum()))
-    held_out = open_prepared(prepared, "eval").lengths if (prepared / "eval").is_dir() else np.zeros(0)
-    return Volume(lengths, share, int(np.asarray(held_out).sum()), False)
+    if not (run / CONFIG).is_file() or not (run / PREPARED / "train").is_dir():
+        return None
+    made, model = read_json(run / CONFIG), Path(config.model.path).expanduser().resolve()
+    wanted = [config.data.model_dump(mode="json"), config.train.seed, config.model.add_tokens, model]
+    if wanted != [made["data"], made["train"]["seed"], made["model"]["add_tokens"], Path(made["model"]["path"])]:
+        return None
+    data = open_prepared(run / PREPARED, "train")
+    share = float(np.sum(data.supervised)) / max(1, int(np.sum(data.lengths)))
+    has_eval = (run / PREPARED / "eval").is_dir()
+    held_out = int(np.sum(open_prepared(run / PREPARED, "eval").lengths)) if has_eval else 0
+    return Volume(np.asarray(data.lengths, dtype=np.int64), share, held_out, False)
 
 
 def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:

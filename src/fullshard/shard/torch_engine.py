@@ -66,7 +66,10 @@ class TorchShardedModel:
             shape = self._full_shapes[name]
             value = local_part(parameter)
             gradient = local_part(parameter.grad) if parameter.grad is not None else None
-            start = 0 if name in self._replicated else self._first_element(shape)
+            start = 0
+            if name not in self._replicated:
+                rows_per_rank = -(-shape[0] // self._num_ranks)
+                start = min(self._rank * rows_per_rank, shape[0]) * math.prod(shape[1:])
             found.append(Shard(name, shape, start, start + value.numel(), value, gradient, parameter.requires_grad))
         return found
 
@@ -102,10 +105,6 @@ class TorchShardedModel:
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
             yield name.removeprefix(self._prefix), parameter
-
-    def _first_element(self, shape: tuple[int, ...]) -> int:
-        rows_per_rank = -(-shape[0] // self._num_ranks)
-        return min(self._rank * rows_per_rank, shape[0]) * math.prod(shape[1:])
 
     def _sum_replicated(self) -> None:
         parameters = [p for name, p in self._named_parameters() if name in self._replicated and p.requires_grad]

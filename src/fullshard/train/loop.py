@@ -21,10 +21,9 @@ from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import CheckpointError, ConfigError, TrainError
-from fullshard.model.adapters import adapter_settings
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
-from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, write_json
+from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, read_json, write_json
 from fullshard.train.held_out import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
 from fullshard.train.optimizer import (
@@ -59,6 +58,11 @@ class TrainResult:
     seconds: float
     tokens_per_second: float
     peak_memory_bytes: int  # largest over the ranks
+
+    @classmethod
+    def read(cls, run: Path) -> "TrainResult":
+        """That of a finished run."""
+        return cls(**{**read_json(run / RESULT), "run": run})
 
 
 def run_rank(
@@ -115,9 +119,8 @@ class Trainer:
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
-        self.built: Built = build_sharded(
-            config, ranks, self.precision, plan["recompute"], added_ids(tokenizer, config.model.add_tokens)
-        )
+        new_ids = added_ids(tokenizer, config.model.add_tokens)
+        self.built: Built = build_sharded(config, ranks, self.precision, plan["recompute"], new_ids)
         self.sharded = self.built.sharded
         self.optimizer = build_optimizer(config, self.sharded)
         self.moments = optimizer_state(self.optimizer)
@@ -198,7 +201,8 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         for index, micro in enumerate(layout):
             rows = micro[ranks.rank]
-            torch.manual_seed(dropout_seed(train.seed, number, rows))
+            first = rows[0][0] if rows else 0  # the dropout's seed follows from the place, so that nothing is stored
+            torch.manual_seed((train.seed * 1_000_003 + number * 8_191 + first) % (1 << 63))
             batch = make_batch(self.data, rows, self.pad_id)
             with self.sharded.microbatch(last=index == len(layout) - 1):
                 loss = batch_loss(self.built.loss_model, batch, device) / num_supervised
@@ -249,12 +253,8 @@ class Trainer:
 
     def evaluate(self, step: int) -> float:
         """Held-out loss per supervised token, recorded; a collective call."""
-        assert self.held_out is not None
-        ranks = self.ranks
-        loss = held_out_loss(
-            self.built.loss_model, self.held_out, self.micro_batch, self.pad_id, ranks.device, ranks.rank,
-            ranks.num_ranks, ranks.sum,
-        )  # fmt: skip
+        ranks, inputs = self.ranks, (self.built.loss_model, self.held_out, self.micro_batch, self.pad_id)
+        loss = held_out_loss(*inputs, ranks.device, ranks.rank, ranks.num_ranks, ranks.sum)
         self.sharded.after_step()
         self.log.record("eval", step=step, loss=loss, rows=len(self.held_out))
         self.log.say(f"step {step}: held-out loss {loss:.4f} over {len(self.held_out)} rows")
@@ -287,11 +287,14 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
-        trainer |= {"position": self._position(step), "precision": self.precision.name}
-        trainer["loss_scale"] = asdict(self.scale)
+        trainer |= {
+            "position": self._position(step),
+            "precision": self.precision.name,
+            "loss_scale": asdict(self.scale),
+        }
         trainer["add_tokens"] = self.config.model.add_tokens
         if self.config.method == "lora":
-            trainer["adapter"] = adapter_settings(self.config.lora)
+            trainer["adapter"] = self.config.lora.model_dump(mode="json")
         base, keep_last = str(Path(self.config.model.path).resolve()), self.config.train.keep_last
         facts = {"method": self.config.method, "base_model": base, "trainer": trainer}
         proof = {"tokens": tokens, "logits": logits}
@@ -317,8 +320,8 @@ class Trainer:
 
     def _position(self, step: int) -> list[int]:
         """The place in the data after ``step``: epoch, and how many of its windows are done."""
-        epoch = self.steps[step - 1][0]
-        return [epoch, sum(other == epoch for other, _ in self.steps[:step])]
+        epochs = [epoch for epoch, _ in self.steps[:step]]
+        return [epochs[-1], epochs.count(epochs[-1])]
 
     def _first_tokens(self, count: int) -> torch.Tensor:
         """The first tokens of training row 0, (1, at most count) int64 on CPU."""
@@ -332,9 +335,3 @@ class Trainer:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """``counted(1, "rank")`` is "1 rank"; ``counted(31204, "token")`` is "31,204 tokens"."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
-
-
-def dropout_seed(seed: int, step: int, sequences: list[list[int]]) -> int:
-    """Seed of one micro-batch's dropout: a function of run seed, step and its first row, so nothing need be stored."""
-    first = sequences[0][0] if sequences else 0
-    return (seed * 1_000_003 + step * 8_191 + first) % (1 << 63)

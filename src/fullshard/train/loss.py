@@ -85,12 +85,6 @@ class LossModel(nn.Module):
             loss = loss + _HeadLoss.apply(forward, cut, labels_N[place], hidden_NH[place], *trained)
         return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
 
-    @property
-    def routing_note(self) -> list[str]:
-        """A line for the log where a router loss is added."""
-        note = "router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"
-        return [note] if self._router_loss is not None else []
-
     def _routing_loss(self, output: Any, labels_BS: torch.Tensor, real_BS: torch.Tensor | None) -> torch.Tensor:
         """The family's load-balancing loss of this micro-batch times its coefficient and its supervised positions."""
         model = self.causal_lm

@@ -65,7 +65,10 @@ def build_sharded(
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
-    report += [*loss_model.routing_note, *recomputed]
+    if config.train.router_loss:
+        note = "router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"
+        report.append(note)
+    report += recomputed
     report.append("torch.compile: off (docs/performance.md says what it costs and brings)")
     return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
 

@@ -25,11 +25,10 @@ class OwnCheckpoint(RangeReader):
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
         place = self.folder / PROOF
         if not place.is_file():
-            message = f"{self.folder} has no {PROOF}, so a merge of it cannot be proven."
-            raise CheckpointError(message, "Use another step, or train again.")
+            raise CheckpointError(f"{place} is missing: a merge cannot be proven.", "Use another step.")
         file = self.open_file(PROOF)
         tokens, logits = file.get_tensor("tokens"), file.get_tensor("logits").float()
         if tokens.ndim != 2 or logits.ndim != 2 or tokens.shape != (1, logits.shape[0]):
-            message = f"{place}: tokens {tuple(tokens.shape)} do not fit logits {tuple(logits.shape)}."
-            raise CheckpointError(message, "Use another step.")
+            shapes = f"tokens {tuple(tokens.shape)} do not fit logits {tuple(logits.shape)}"
+            raise CheckpointError(f"{place}: {shapes}.", "Use another step.")
         return tokens, logits

@@ -46,15 +46,9 @@ class SimpleShardedModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: list[list[nn.Module]],
-        replicated: set[nn.Parameter],
-        mesh: DeviceMesh,
-        precision: Precision,
-        strategy: str = "full",
-        reduce_each: bool = False,
-    ) -> None:
+        self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,
+        precision: Precision, strategy: str = "full", reduce_each: bool = False,
+    ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
         self.events: list[tuple[float, str, str, int]] | None = None
         device = device_of(mesh)
@@ -63,7 +57,7 @@ class SimpleShardedModel:
         ranks = dist.get_process_group_ranks(shard_mesh.get_group())
         self.num_ranks = len(ranks)
         reduce_dtype = None if device.type == "cpu" else precision.reduce
-        reduce_group, _ = dist.new_subgroups_by_enumeration(_rank_lists(mesh))
+        reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
         self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype)
         self._pool = BufferPool(BUFFERS, device)
         self._schedule = Schedule(PREFETCH, self._agree)
@@ -169,16 +163,13 @@ class SimpleShardedModel:
             is_whole = True
         finally:
             if not is_whole:
-                self._reset()
-
-    def _reset(self) -> None:
-        self._in_backward = False
-        self._pending.clear()
-        groups = [group for unit in self._units for group in unit.groups]
-        for group in groups:
-            group.settle()
-        for group in groups:
-            group.reset()
+                self._in_backward = False
+                self._pending.clear()
+                groups = [group for unit in self._units for group in unit.groups]
+                for group in groups:
+                    group.settle()
+                for group in groups:
+                    group.reset()
 
     def _agree(self, unit: Unit) -> None:
         """While the order is new: all ranks run this unit, or TrainError on all."""
@@ -301,11 +292,6 @@ class SimpleShardedModel:
             if self._replica_group is not None:
                 dist.all_reduce(group.gradient_S, group=self._replica_group)
             group.bind_gradients()
-
-
-def _rank_lists(mesh: DeviceMesh) -> list[list[int]]:
-    """The ranks of each shard group."""
-    return [mesh.mesh.tolist()] if mesh.ndim == 1 else mesh.mesh.tolist()
 
 
 class _Through(torch.autograd.Function):

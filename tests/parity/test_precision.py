@@ -41,7 +41,7 @@ def train_with_fault(ranks, run: str, config: dict, precision: str, step: int, v
     from fullshard.errors import TrainError
 
     lines, scales, calls = [], [], []
-    norm, say, make_scale = loop.gradient_norm, loop.MetricsLog.say, loop.LossScale
+    norm, say, make_scale = loop.updates.gradient_norm, loop.MetricsLog.say, loop.LossScale
 
     def poisoned(sharded, shards, *others):
         calls.append(1)
@@ -53,14 +53,14 @@ def train_with_fault(ranks, run: str, config: dict, precision: str, step: int, v
         scales.append(make_scale(min(value, 1024.0) if not others and not named else value, *others, **named))
         return scales[-1]
 
-    loop.gradient_norm, loop.LossScale = poisoned, small_scale
+    loop.updates.gradient_norm, loop.LossScale = poisoned, small_scale
     loop.MetricsLog.say = lambda log, line: lines.append(line)
     try:
         train_on_ranks(ranks, run, config, [32, "tokens"], resume_step, precision)
     except TrainError as error:
         lines.append(error.message)
     finally:
-        loop.gradient_norm, loop.LossScale, loop.MetricsLog.say = norm, make_scale, say
+        loop.updates.gradient_norm, loop.LossScale, loop.MetricsLog.say = norm, make_scale, say
     return lines, (scales[-1].value, scales[-1].good_steps, scales[-1].skipped)
 
 

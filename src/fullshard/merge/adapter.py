@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fullshard.checkpoint.load import OwnCheckpoint
 from fullshard.errors import MergeError
 from fullshard.merge.names import ModelNames
-from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.model.adapters import AdapterPlace
 from fullshard.model.names import PEFT_PREFIX
 

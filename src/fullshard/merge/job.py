@@ -13,6 +13,7 @@ import torch
 
 from fullshard import run_folder
 from fullshard.checkpoint.format import hash_file, verify_checkpoint
+from fullshard.checkpoint.load import OwnCheckpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
 from fullshard.infer.model_folder import MERGE_FACTS
@@ -20,7 +21,6 @@ from fullshard.merge.adapter import AdapterSet, read_adapters
 from fullshard.merge.names import ModelNames
 from fullshard.merge.outputs import ExactWeights, plan_outputs
 from fullshard.merge.proof import Comparison, Proof, prove
-from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, dtype_name, write_weights
 from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, require_run, sync_path, write_json
@@ -109,19 +109,15 @@ def _record(
     manifest, data = checkpoint.manifest, read_json(run / run_folder.CONFIG).get("data") or {}
     settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
     return {
-        "run": str(run.resolve()),
-        "step": manifest.step,
-        "method": manifest.method,
-        "base_model": str(base),
-        "base_name": base_name(base),
+        "run": str(run.resolve()), "step": manifest.step, "method": manifest.method,
+        "base_model": str(base), "base_name": base_name(base),
         "checkpoint_blake2b": {name: facts.blake2b for name, facts in manifest.files.items()},
         "base_blake2b": {path.name: hash_file(path) for path in sorted(base.glob("*.safetensors"))},
         "adapters": len(adapters.by_parameter) if adapters else None,
         "adapters_moved": adapters.num_moved if adapters else None,
-        "proof": asdict(proof.stored),
-        "proof_unrounded": asdict(proof.unrounded),
+        "proof": asdict(proof.stored), "proof_unrounded": asdict(proof.unrounded),
         "settings": {name: data[name] for name in settings if data.get(name) is not None},
-    }
+    }  # fmt: skip
 
 
 def _check_output(output: Path, base: Path, overwrite: bool) -> None:

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from fullshard.checkpoint.load import OwnCheckpoint
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, AdapterSet
 from fullshard.merge.names import ModelNames
-from fullshard.merge.readers.own import OwnCheckpoint
 from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks
 
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}

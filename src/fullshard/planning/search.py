@@ -152,19 +152,13 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     for recompute, micro_batch in itertools.product(recomputes, _micro_batches(config, num_ranks, facts)):
         count, unit = micro_batch
         job = Job(
-            method=config.method,
-            optimizer=train.optimizer,
-            num_ranks=num_ranks,
-            precision=choose_precision(config, facts.machine),
-            micro_tokens=count * longest if unit == "rows" else max(count, longest),
-            longest=longest,
-            recompute=recompute,
+            method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, recompute=recompute,
+            precision=choose_precision(config, facts.machine), on_cpu=facts.machine.kind == "cpu",
+            micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
             accumulates=any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first),
-            adapters=adapters.parameters * is_lora,
+            adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
             adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
-            on_cpu=facts.machine.kind == "cpu",
-            vocabulary=adapters.vocabulary * is_lora,
-        )
+        )  # fmt: skip
         yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
 
 
@@ -258,29 +252,16 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
-        method=config.method,
-        ranks=num_ranks,
-        device=machine.kind,
-        precision=job.precision,
-        micro_batch=choice.micro_batch,
-        recompute=job.recompute,
-        lines=tuple(memory_lines(facts.shape, job)),
-        moments=choice.moments,
-        peak_bytes=choice.peak_bytes,
-        usable_bytes=machine.usable_bytes(num_ranks),
-        rows=len(volume.lengths),
-        tokens=int(volume.lengths.sum()),
-        longest=job.longest,
-        is_estimate=volume.is_estimate,
-        num_steps=work.num_steps,
-        micro_batches=micro_batches,
-        batch=f"{step} = {layout}",
-        seconds_low=low,
-        seconds_high=high,
-        notes=tuple(_notes(config, facts, choice)),
+        method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
+        micro_batch=choice.micro_batch, recompute=job.recompute,
+        lines=tuple(memory_lines(facts.shape, job)), moments=choice.moments,
+        peak_bytes=choice.peak_bytes, usable_bytes=machine.usable_bytes(num_ranks),
+        rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
+        is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
+        num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
+        seconds_low=low, seconds_high=high, notes=tuple(_notes(config, facts, choice)),
         card=machine.card.name if machine.card else "",
-        is_assumed=bool(volume.assumption),
-    )
+    )  # fmt: skip
 
 
 def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:

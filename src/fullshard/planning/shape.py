@@ -81,28 +81,19 @@ def shape_of(model: nn.Module) -> ModelShape:
     head_dim = _first(settings, "head_dim") or settings.hidden_size // heads
     key_heads = _first(settings, "num_key_value_heads") or heads
     return ModelShape(
-        parameters=total,
-        num_layers=len(blocks),
-        block=max(block_sizes),
-        blocks=sum(block_sizes),
-        embedding=embeddings,
-        head=total - sum(block_sizes) - embeddings,
-        tied=is_tied(model),
+        parameters=total, num_layers=len(blocks), block=max(block_sizes), blocks=sum(block_sizes),
+        embedding=embeddings, head=total - sum(block_sizes) - embeddings, tied=is_tied(model),
         active_block_matrices=sum(_active_matrices(block, settings) for block in blocks),
-        head_matrix=head_matrix,
-        vocab_size=head_matrix // settings.hidden_size,
-        hidden_size=settings.hidden_size,
-        attention_width=heads * head_dim,
-        key_value_width=key_heads * head_dim,
+        head_matrix=head_matrix, vocab_size=head_matrix // settings.hidden_size, hidden_size=settings.hidden_size,
+        attention_width=heads * head_dim, key_value_width=key_heads * head_dim, num_heads=heads,
         intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1),
         mlp_copies=_mlp_copies(blocks[0], settings),
         norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
         fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()),
-        num_heads=heads,
         eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
         max_positions=_first(settings, "max_position_embeddings", "n_positions"),
         largest_tensor=max(weight.numel() for weight in parameters.values()),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,9 @@ from fullshard.errors import CheckpointError, ConfigError, TrainError
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, read_json, write_json
+from fullshard.train import optimizer as updates
 from fullshard.train.held_out import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
-from fullshard.train.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    learning_rate_at,
-    optimizer_state,
-    require_finite,
-    set_step_count,
-    take_step,
-)
 from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
 from fullshard.train.recompute import GradientReach
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, build_sharded, check_loss_path, check_packing
@@ -122,8 +113,8 @@ class Trainer:
         new_ids = added_ids(tokenizer, config.model.add_tokens)
         self.built: Built = build_sharded(config, ranks, self.precision, plan["recompute"], new_ids)
         self.sharded = self.built.sharded
-        self.optimizer = build_optimizer(config, self.sharded)
-        self.moments = optimizer_state(self.optimizer)
+        self.optimizer = updates.build_optimizer(config, self.sharded)
+        self.moments = updates.optimizer_state(self.optimizer)
         self.scale = LossScale(self.precision.loss_scale)
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
@@ -213,9 +204,9 @@ class Trainer:
         if self.reach is not None:
             self.log.say(self.reach.report(shards, ranks))
             self.reach = None
-        norm = gradient_norm(self.sharded, shards, ranks, self.scale.value)
+        norm = updates.gradient_norm(self.sharded, shards, ranks, self.scale.value)
         try:
-            problem = require_finite(shards, norm, loss_value, number, ranks, self.scale)
+            problem = updates.require_finite(shards, norm, loss_value, number, ranks, self.scale)
         except TrainError:
             self._keep_state_before(number, window, f"loss {loss_value}, gradient norm {norm}")
             raise
@@ -227,12 +218,12 @@ class Trainer:
             self.log.say(problem)
             skipped = {"step": number, "epoch": epoch, "rows": len(window), "reason": problem}
             return self.log.record("skipped", **skipped, **self.scale.metrics)
-        clip_gradients(shards, norm, train.clip_norm)
+        updates.clip_gradients(shards, norm, train.clip_norm)
         taken, peak = number - self.scale.skipped, self.config.learning_rate
-        rate = learning_rate_at(taken, len(self.steps), peak, train.schedule, train.warmup)
+        rate = updates.learning_rate_at(taken, len(self.steps), peak, train.schedule, train.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        counts = take_step(self.optimizer, shards, f"{train.seed}:{number}", peak * (number == 1))
+        counts = updates.take_step(self.optimizer, shards, f"{train.seed}:{number}", peak * (number == 1))
         if number == 1 and self.precision.master != torch.float32:
             self.log.say(unmoved_line(sum(ranks.gather_objects(counts), Counter()), peak))
         self.optimizer.zero_grad(set_to_none=True)
@@ -306,7 +297,7 @@ class Trainer:
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
         if "loss_scale" in manifest.trainer:  # not in checkpoints of 0.1
             self.scale = LossScale(**manifest.trainer["loss_scale"])
-        set_step_count(self.optimizer, step - self.scale.skipped)
+        updates.set_step_count(self.optimizer, step - self.scale.skipped)
         self.last_eval = manifest.trainer.get("last_eval")
         found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
         if found != (wanted := (len(self.steps), self._position(step))):

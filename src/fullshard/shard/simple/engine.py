@@ -26,10 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fullshard.device import device_of
 from fullshard.errors import ConfigError, TrainError
 from fullshard.shard.interface import Shard
-from fullshard.shard.simple.buffer import BufferPool
 from fullshard.shard.simple.layout import lay_out_group
 from fullshard.shard.simple.schedule import HINT, Schedule
-from fullshard.shard.simple.unit import Group, Phase, Unit, Wires
+from fullshard.shard.simple.unit import BufferPool, Group, Phase, Unit, Wires
 from fullshard.shard.simple.wire import Wire
 from fullshard.train.precision import Precision
 

@@ -21,8 +21,7 @@ ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the 
 
 @functools.cache
 def load_npu_backend() -> None:
-    """Import torch_npu where torch has not, never beside another accelerator. ConfigError where that fails: nearly
-    always a shell without CANN's set_env.sh."""
+    """Import torch_npu where torch has not, but never beside another accelerator. ConfigError where that fails."""
     if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
         return
     hint = "Run CANN's set_env.sh first, see docs/ascend.md. On a machine without NPU: pip uninstall torch_npu"

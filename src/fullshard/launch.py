@@ -1,5 +1,4 @@
-"""Starts the ranks of a run on this machine, or recognises a launcher that has started them (torchrun and the like).
-Everything that can fail cheaply is prepared before any rank trains; the first failure ends all. DESIGN.md, 11."""
+"""Starts the ranks of a run here, or recognises a launcher that has started them (torchrun and the like)."""
 
 import ctypes
 import logging
@@ -39,9 +38,8 @@ SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 def train_run(
     recipe: RunConfig | str | Path, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False
 ) -> Any:
-    """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start, default every
-    accelerator, else 2 on a CPU; torchrun's are used as they are. UserError; a run folder that exists is not touched.
-    """
+    """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
+    accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
     _check_ranks(ranks)
     if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)

@@ -11,7 +11,7 @@ import torch
 
 import fullshard
 from fullshard import cli
-from fullshard.checkpoint.save import save_checkpoint
+from fullshard.checkpoint.ranges import save_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.run_folder import list_checkpoints
 

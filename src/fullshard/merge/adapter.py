@@ -2,16 +2,48 @@
 model/adapters.py; an embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank). DoRA: m * V / |V|."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from fullshard.checkpoint.load import OwnCheckpoint
+from fullshard.checkpoint.ranges import OwnCheckpoint
+from fullshard.config import LoraSection
 from fullshard.errors import MergeError
-from fullshard.merge.names import ModelNames
-from fullshard.model.adapters import AdapterPlace
-from fullshard.model.names import PEFT_PREFIX
+from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
+from fullshard.model.load import WeightFiles, build_on_meta
+from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
+from fullshard.model.weight_map import WeightMap
 
 ASK_BASE = "Is this the base that the run was trained on?"
+
+
+class ModelNames:
+    """Names and adapters of a model's parameters, and its weights in the base's files."""
+
+    def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
+        """Build ``base``; ``adapter``: settings of a LoRA checkpoint; ``new_ids``: tokens that the run added.
+        ModelError."""
+        model = build_on_meta(base, max(new_ids, default=-1) + 1)
+        self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
+        self.vocabulary_size: int = model.config.get_text_config().vocab_size
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # every parameter name, tied ones included -> the name it is trained under
+        self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
+        self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model
+        self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
+        self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files
+        if adapter:
+            known = {key: adapter[key] for key in ("rank", "alpha", "targets", "variant") if key in adapter}
+            inject_adapters(model, LoraSection(**known))
+            self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
+            self.adapter_shapes = {
+                stored_name(name): tuple(value.shape) for name, value in model.named_parameters() if is_adapter(name)
+            }
+
+    def is_tied(self, name: str) -> bool:
+        """Whether the parameter is shared by two modules."""
+        return name in self.weights.aliases
 
 
 @dataclass(frozen=True)
@@ -49,8 +81,7 @@ class AdapterSet:
 
 
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
-    """Read every adapter, checked against the base wrapped by PEFT. MergeError names the first tensor that does not
-    fit, and says where there is no adapter or none has moved."""
+    """Read every adapter. MergeError where one does not fit the base, there is none, or none has moved."""
     rank = checkpoint.manifest.trainer["adapter"]["rank"]
     found = [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]
     if not found:

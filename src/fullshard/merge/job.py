@@ -13,12 +13,11 @@ import torch
 
 from fullshard import run_folder
 from fullshard.checkpoint.format import hash_file, verify_checkpoint
-from fullshard.checkpoint.load import OwnCheckpoint
+from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
 from fullshard.infer.model_folder import MERGE_FACTS
-from fullshard.merge.adapter import AdapterSet, read_adapters
-from fullshard.merge.names import ModelNames
+from fullshard.merge.adapter import AdapterSet, ModelNames, read_adapters
 from fullshard.merge.outputs import ExactWeights, plan_outputs
 from fullshard.merge.proof import Comparison, Proof, prove
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
@@ -49,7 +48,7 @@ def merge_run(
     overwrite: bool = False, progress: Callable[[str], None] | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> MergeResult:  # fmt: skip
     """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged), whole and
-    proven or not at all. ``dtype``: fp32, bf16 or fp16 for the base's own. MergeError, CheckpointError, ModelError."""
+    proven or not at all. ``dtype``: fp32, bf16, fp16 for the base's own. MergeError, CheckpointError, ModelError."""
     started = time.monotonic()
     say = progress or (lambda text: None)
     if dtype is not None and dtype not in DTYPES:

@@ -1,5 +1,4 @@
-"""Where the values of every tensor of the merged folder come from: copied, trained, or folded. Names are those of the
-base's weight files; a tied weight's names all get the same values, stacked experts become single ones again."""
+"""Where the values of every tensor of the base's weight files come from in a merge: copied, trained, or folded."""
 
 import math
 from collections.abc import Iterator
@@ -7,10 +6,9 @@ from functools import partial
 
 import torch
 
-from fullshard.checkpoint.load import OwnCheckpoint
+from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError
-from fullshard.merge.adapter import ASK_BASE, AdapterSet
-from fullshard.merge.names import ModelNames
+from fullshard.merge.adapter import ASK_BASE, AdapterSet, ModelNames
 from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks
 
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import MergeError
-from fullshard.merge.names import ModelNames
+from fullshard.merge.adapter import ModelNames
 from fullshard.merge.outputs import ExactWeights
 from fullshard.merge.writer import OutputTensor
 
@@ -88,9 +88,8 @@ def prove(
     folder: Path, outputs: list[OutputTensor], names: ModelNames, exact: ExactWeights, tokens: torch.Tensor,
     reference: torch.Tensor, compute: str,
 ) -> Proof:  # fmt: skip
-    """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), which training computed in
-    ``compute`` ("fp32", "bf16", "fp16"). MergeError where weights lack or are too many, or it is not the training
-    state."""
+    """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` ("fp32",
+    "bf16", "fp16"). MergeError where weights lack or are too many, or it is not the training state."""
     model, ignored = _open(folder, set(names.weights.ignored))
     if reference.shape[1] != (known := model.config.get_text_config().vocab_size):
         message = f"The proof has logits for {reference.shape[1]} tokens, the merged model has {known}."

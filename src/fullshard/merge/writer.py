@@ -52,8 +52,7 @@ def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
 
 
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write ``tensors`` in Hugging Face's layout (several files have an index); the names of the files made. MergeError
-    where a value is not finite in its dtype."""
+    """Write ``tensors`` in Hugging Face's layout; the names of the files. MergeError: not finite in a dtype."""
     by_name = {tensor.name: tensor for tensor in tensors}
     sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": shard_bytes}
     plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)

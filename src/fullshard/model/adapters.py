@@ -61,8 +61,7 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
 
 
 def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> None:
-    """Inject LoRA layers (fp32, trainable) into a model on the meta device and freeze the rest, in place, but for the
-    embedding and the head where ``trains_vocabulary``: new tokens must be learnt."""
+    """Inject LoRA layers (fp32) into a model on meta; all else is frozen, but for a trained vocabulary."""
     inject_adapters(model, lora)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain_head = getattr(head, "base_layer", None)  # where an adapter sits on it

@@ -31,9 +31,8 @@ def attend(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     documents: Documents | None = None, **unused: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal attention within each document (None: each sequence is one), (B, S, H, D). ``softcap`` (gemma2) and
-    ``s_aux`` (gpt_oss's sinks) have no fused kernel. Key and value may have fewer heads; the window includes a token
-    itself."""
+    """Causal attention within each document (None: each sequence is one), (B, S, H, D). Key and value may have fewer
+    heads. ``softcap`` (gemma2) and ``s_aux`` (gpt_oss's sinks) have no fused kernel."""
     batch, _, size, _ = query_BHSD.shape
     if documents is None:
         documents = Documents([[size]] * batch)

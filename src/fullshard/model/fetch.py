@@ -34,8 +34,8 @@ class _Hub(NamedTuple):
 def fetch_model(
     path: str | Path, source: str = "huggingface", revision: str | None = None, weights: bool = True
 ) -> Path:
-    """The checked folder of a model: ``path`` where it is a folder, else the download of this id (owner/name) from
-    ``source`` at ``revision``. ``weights=False``: config and tokenizer only. ModelError, with the other ways."""
+    """The checked folder of a model: ``path``, or the download of this id (owner/name) from ``source``.
+    ``weights=False``: config and tokenizer only. ModelError, with the other ways."""
     folder = Path(path).expanduser()
     if not folder.exists() and MODEL_ID.fullmatch(str(path)):
         return check_model_folder(_download(str(path), source, revision, weights), weights)

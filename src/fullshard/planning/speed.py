@@ -1,5 +1,4 @@
-"""Time as arithmetic: work divided by a rate that this machine showed in a timed product. Work per token: 6 x matrix
-weights (LoRA 4 x), 2 x more for recomputation; 12 x width x row length per block for attention."""
+"""Time as arithmetic: work divided by a rate that this machine showed in a timed product."""
 
 import functools
 from dataclasses import dataclass

@@ -14,8 +14,7 @@ def shard_model(
     precision: Precision, engine: str,
 ) -> ShardedModel:  # fmt: skip
     """Shard ``model`` in place: ``units`` are gathered and freed together, innermost first, the rest with the root.
-    Meta parameters become empty shards. ``replicated`` ones (adapters) stay whole. Storage dtypes must be set before.
-    """
+    Meta parameters become empty shards; ``replicated`` ones stay whole. Storage dtypes must be set before."""
     if engine == "torch":
         from fullshard.shard.torch_engine import TorchShardedModel as Engine
     else:

@@ -1,9 +1,5 @@
-"""The torch engine: PyTorch's ``fully_shard`` (FSDP2) behind our interface.
-
-Guards for what its defaults would do silently: gradients are summed and never divided (averages and pre-multiplied sums
-differ by backend); 0-d tensors and adapters stay out of it, replicated, and are summed by us in one flat all-reduce;
-the root is resharded after a forward without gradients.
-"""
+"""The torch engine: PyTorch's ``fully_shard`` (FSDP2) behind our interface, with guards for what it would do silently:
+gradients are summed, never divided; 0-d tensors and adapters stay out, replicated; the root is resharded."""
 
 import math
 from collections.abc import Iterator

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard.checkpoint.load import load_checkpoint
-from fullshard.checkpoint.save import save_checkpoint
+from fullshard.checkpoint.ranges import load_checkpoint, save_checkpoint
 from fullshard.config import RunConfig
 from fullshard.data.batches import make_batch
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
@@ -63,8 +62,7 @@ def run_rank(
     set_fast_fp32(False)
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
-    has_eval = (run / PREPARED / "eval").is_dir()
-    held_out = open_prepared(run / PREPARED, "eval") if has_eval else None
+    held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
     steps = windows_of_run(data.lengths, config.train)
     lock = claim_run(run) if ranks.is_first else None
     require_trackers(config.train.trackers)
@@ -81,8 +79,9 @@ def run_rank(
         if ranks.is_first:
             seconds = time.perf_counter() - started
             speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
-            losses = (trainer.last_loss, trainer.last_eval, first_eval)
-            result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
+            result = TrainResult(
+                run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, speed, peak
+            )
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
             ending += f", {trainer.scale.skipped} skipped" if trainer.scale.skipped else ""
@@ -173,8 +172,8 @@ class Trainer:
                 self.save(number)
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
-        """One optimizer step over one window of whole documents; gradients are summed, since the number of supervised
-        tokens that divides the loss is known before."""
+        """One optimizer step over one window of whole documents; its supervised tokens, which divide the loss, are
+        known."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)

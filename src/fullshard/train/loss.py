@@ -1,6 +1,5 @@
-"""The loss of a step, inside the sharding root: under fully_shard a head used outside the root's forward fails. Shapes:
-B sequences, S positions, N supervised ones, H hidden, V vocabulary. The head sees supervised positions only, in chunks.
-"""
+"""The loss of a step, inside the sharding root: fully_shard allows no head outside the root's forward. Shapes: B
+sequences, S positions, N supervised ones, H hidden, V vocabulary."""
 
 import sys
 from collections.abc import Callable
@@ -39,16 +38,9 @@ class LossModel(nn.Module):
         attention_mask_BS: torch.Tensor | None = None, own_logits: bool = False, real_BS: torch.Tensor | None = None,
         documents: Documents | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Sum over supervised positions of the token losses (natural log, fp32 scalar).
-
-        ``labels_BS`` holds next-token targets (already shifted), -100 where nothing is supervised. ``position_ids_BS``
-        only for packed sequences (restarting at 0 for each document); right padding needs neither mask nor positions
-        under causal attention. With ``labels_BS`` None: the logits (B, S, V) in fp32. ``own_logits``: the model's own
-        logits, or its own loss, which takes every token for supervised.
-        ``documents`` says where they lie, for models that attend by document.
-        ``real_BS`` (1 on real tokens) says what a router loss counts; it is added in training, weighted by the
-        supervised positions.
-        """
+        """The summed token losses (fp32) over next-token targets ``labels_BS`` (-100: unsupervised); without labels the
+        logits (B, S, V) in fp32. Positions are for packed sequences only. ``own_logits``: the model's own path.
+        ``documents``: for models that attend by document. ``real_BS`` (1 on real tokens): what a router loss counts."""
         arguments = {"input_ids": input_ids_BS, "use_cache": False}
         if position_ids_BS is not None:
             arguments["position_ids"] = position_ids_BS
@@ -167,8 +159,8 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
 
 
 def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (N, H) and labels (N,) of the supervised positions; with none the first, unsupervised: every rank
-    runs the head, for the collectives."""
+    """Hidden states (N, H) and labels (N,) of the supervised positions; of the first where none is, for the
+    collectives."""
     labels = labels_BS.flatten()
     chosen = (labels != -100).nonzero().flatten()
     if chosen.numel() == 0:

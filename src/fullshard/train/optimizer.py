@@ -18,8 +18,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warmup: float) -> float:
-    """Learning rate of step ``step`` (1-based): linear over ``warmup`` (below 1 a share of all steps, else their
-    number), then constant, linear to peak / rest at the last step, or cosine towards 0."""
+    """Rate of ``step`` (1-based): linear over ``warmup`` (a share below 1, else steps), then constant, linear or
+    cosine."""
     warmup_steps = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
     if step <= warmup_steps:
         return peak * step / warmup_steps
@@ -70,9 +70,8 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @torch.no_grad()
 def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, peak: float = 0) -> Counter:
-    """One update; bf16 weights in fp32, rounded stochastically by ``key``. With ``peak``, a learning rate: by
-    parameter, how many elements are "asked" to move at it and how many of these rounding to nearest would have "left".
-    """
+    """One update; bf16 weights in fp32, rounded stochastically by ``key``. With ``peak``, a learning rate: how many
+    elements are "asked" to move at it, and how many rounding to nearest would have "left"."""
     counts: Counter[tuple[str, str]] = Counter()
     if all(shard.value.dtype == torch.float32 for shard in shards if shard.trainable):
         optimizer.step()
@@ -135,7 +134,5 @@ def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ran
     problem = f"non-finite gradient ({'; '.join(found)})" if found else f"non-finite loss {loss} or norm {norm}"
     if found and math.isfinite(loss) and scale.update(good=False):
         return f"skipped step {step}: {problem}"
-    raise TrainError(
-        f"Step {step}: {problem}.",
-        "Lower train.learning_rate, or train with train.precision=fp32; the last checkpoint is untouched.",
-    )
+    hint = "Lower train.learning_rate, or train with train.precision=fp32; the last checkpoint is untouched."
+    raise TrainError(f"Step {step}: {problem}.", hint)

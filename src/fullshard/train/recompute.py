@@ -16,8 +16,7 @@ from fullshard.shard import Shard
 
 
 def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
-    """Recompute the first ``recompute`` blocks (True: all): backward reaches them when the others' activations are
-    gone. Wrapped inside the engine's hooks; the model's own switch is turned off. Returns log lines."""
+    """Recompute the first ``recompute`` blocks (True: all), inside the engine's hooks. Returns log lines."""
     blocks, lines = find_blocks(causal_lm)[1], []
     own = [module for module in causal_lm.modules() if getattr(module, "gradient_checkpointing", False) is True]
     for module in own:

@@ -9,7 +9,7 @@ from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, ModelError, TrainError
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
 from fullshard.model.attention import Documents
-from fullshard.model.blocks import find_blocks, find_units, is_tied
+from fullshard.model.blocks import find_blocks, find_units
 from fullshard.model.load import WeightFiles, attention_for, build_on_meta, load_buffers
 from fullshard.model.names import base_name, is_adapter
 from fullshard.model.weight_map import WeightMap
@@ -32,15 +32,13 @@ class Built:
     loss_model: LossModel
     num_parameters: int
     num_trainable: int
-    tied: bool
     report: tuple[str, ...]  # what was verified and held, for the log
 
 
 def build_sharded(
     config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = ()
 ) -> Built:
-    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: ids of ``model.add_tokens``, whose rows
-    start as the mean of the others."""
+    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
     fingerprint = files.fingerprint()
@@ -49,7 +47,6 @@ def build_sharded(
             message = f"{config.model.path} is another model on rank {rank} than on rank {ranks.rank}."
             raise TrainError(message, "Give all nodes the same files; for an id, set model.revision to one commit.")
     weights = WeightMap(causal_lm, files, config.model.path, new_ids)
-    tied = is_tied(causal_lm)
     if config.method == "lora":
         add_adapters(causal_lm, config.lora, trains_vocabulary=bool(new_ids))
     magnitudes = {place.module: place for place in adapter_places(causal_lm) if place.has_magnitude}
@@ -59,18 +56,15 @@ def build_sharded(
     num_trainable = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
     load_buffers(causal_lm, weights)
     loss_model = LossModel(causal_lm, config.train.router_loss)
-    units = find_units(causal_lm)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
-    sharded = shard_model(loss_model, units, adapters, ranks.mesh, precision, config.engine)
+    sharded = shard_model(loss_model, find_units(causal_lm), adapters, ranks.mesh, precision, config.engine)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
     if config.train.router_loss:
-        note = "router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"
-        report.append(note)
-    report += recomputed
-    report.append("torch.compile: off (docs/performance.md says what it costs and brings)")
-    return Built(sharded, loss_model, num_parameters, num_trainable, tied, tuple(report))
+        report += ["router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"]
+    report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
+    return Built(sharded, loss_model, num_parameters, num_trainable, tuple(report))
 
 
 def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
@@ -119,8 +113,7 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
 
 @torch.no_grad()
 def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision) -> str:
-    """Compare our head path with the model's own logits on at most 64 tokens, and fall back to these if they differ. A
-    collective call; returns the log's line."""
+    """Compare our head path with the model's own, at most 64 tokens; these are taken if they differ. Collective."""
     model = built.loss_model
     labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
     model.eval()
@@ -147,8 +140,8 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
 
 @torch.no_grad()
 def check_packing(built: Built, rows: list[list[int]], precision: Precision, device: torch.device) -> str:
-    """Packed documents must not see each other: logits of ``rows`` in one sequence equal those of each alone, by our
-    attention, else by transformers' masks. Collective; the log's line, or ConfigError."""
+    """Logits of packed ``rows`` must equal those of each alone, by our attention or transformers' masks; else
+    ConfigError."""
     model, failures = built.loss_model, []
     tokens = [torch.tensor([row], device=device) for row in rows]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
@@ -171,10 +164,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         if apart_enough and difference <= LOSS_PATH_TOLERANCE[precision.compute]:
             model.train()
             return f"packing: rows kept apart by {way} (logits differ by {difference:.1e} of the largest)"
-        failures.append(
-            f"{way}: {reached} of {num_blocks} blocks reached, logits differ by {max(difference, leak):.1e}"
-        )
-    raise ConfigError(
-        f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)}).",
-        "Set data.packing=false",
-    )
+        differs = f"logits differ by {max(difference, leak):.1e}"
+        failures.append(f"{way}: {reached} of {num_blocks} blocks reached, {differs}")
+    message = f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)})."
+    raise ConfigError(message, "Set data.packing=false")

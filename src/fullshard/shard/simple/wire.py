@@ -49,9 +49,8 @@ class Wire:
                 return Transfer([], self._stream)
             if self._pairwise:
                 return Transfer(self._exchange(lambda rank: mine, lambda rank: pieces_WS[rank]), self._stream)
-            return Transfer(
-                [dist.all_gather_into_tensor(pieces_WS, mine, group=self.group, async_op=True)], self._stream
-            )
+            work = dist.all_gather_into_tensor(pieces_WS, mine, group=self.group, async_op=True)
+            return Transfer([work], self._stream)
 
     def reduce(self, pieces_WS: torch.Tensor) -> Transfer:
         """Send piece r of ``pieces_WS`` to rank r. Give the transfer and the pieces to ``total`` afterwards."""

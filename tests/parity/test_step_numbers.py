@@ -152,7 +152,7 @@ def test_recomputation_is_ours_alone():
     """The model's own switch goes off; every wrapped block's forward runs twice a step."""
     import transformers
 
-    from fullshard.train.recompute import recompute_blocks
+    from fullshard.train.setup import recompute_blocks
 
     settings = transformers.LlamaConfig(
         vocab_size=32, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16
@@ -173,7 +173,7 @@ def test_an_adapter_that_took_part_without_a_gradient_is_an_error():
 
     from fullshard.errors import TrainError
     from fullshard.shard import Shard
-    from fullshard.train.recompute import GradientReach
+    from fullshard.train.setup import GradientReach
 
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "idle")})
     for layer in layers.values():

@@ -6,12 +6,9 @@
       part_00001.safetensors
       proof.safetensors        "tokens" (1, T) int64 and "logits" (T, vocabulary) fp32 of the training state
 
-A stored tensor is a set of pieces; a piece is a range [start, stop) of the flattened, row-major full tensor, kept as a
-1-d tensor under ``key`` in ``file``. Pieces of one tensor do not overlap and cover it. Neither the number of ranks nor
-the engine appears: any number of ranks can read its own ranges.
-
-Only trained tensors are stored: everything for full fine-tuning, the adapters for LoRA (the base is named by path).
-Tensor kinds: ``weight`` (fp32 master), ``exp_avg``, ``exp_avg_sq`` (AdamW moments, fp32).
+A stored tensor is a set of pieces, ranges [start, stop) of the flattened, row-major full tensor that do not overlap and
+cover it. Neither the number of ranks nor the engine appears. Only trained tensors are stored (the base is named by
+path), as ``weight`` (fp32 master), ``exp_avg`` and ``exp_avg_sq`` (AdamW moments, fp32).
 """
 
 import hashlib

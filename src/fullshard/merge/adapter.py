@@ -120,7 +120,7 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names
     down, up = (checkpoint.whole(f"{module}.lora_{suffix}").float() for suffix in suffixes)
     moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
     if place.layout in ("experts", "experts_in_out"):
-        experts = names.weights.shape(place.parameter)[0]
+        experts = names.weights.shapes[place.parameter][0]
         down = down.reshape(experts, -1, down.shape[-1])  # (experts, rank, in)
         up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
     left, right = up, down

@@ -31,7 +31,7 @@ class ExactWeights:
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
         canonical = self._names.canonical.get(name, name)
-        shape = self._names.weights.shape(name)
+        shape = self._names.weights.shapes[name]
         row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
@@ -46,7 +46,7 @@ class ExactWeights:
 
     def whole(self, name: str) -> torch.Tensor:
         """The whole exact parameter in its shape."""
-        return torch.cat(list(self.blocks(name))).view(self._names.weights.shape(name))
+        return torch.cat(list(self.blocks(name))).view(self._names.weights.shapes[name])
 
 
 def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
@@ -63,7 +63,7 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
         changed = any(exact.is_changed(parameter) for parameter in parameters)
         shape, blocks = files.shape(name), partial(_copied_blocks, names, name)
         if parameters and not weights.is_converted(name):
-            shape = weights.shape(parameters[0])  # grown where tokens were added
+            shape = weights.shapes[parameters[0]]  # grown where tokens were added
             blocks = partial(exact.blocks, parameters[0])
         elif changed:
             blocks = partial(lambda name: iter([weights.restore(name, exact.whole).reshape(-1)]), name)
@@ -75,7 +75,7 @@ def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) 
     """Names of the base parameters that the checkpoint holds; for a full fine-tuning it must hold them all."""
     trained = {name: stored for name, stored in checkpoint.weights.items() if is_full or ".lora_" not in name}
     for name, stored in trained.items():
-        shape = names.weights.shape(name) if name in names.canonical else None
+        shape = names.weights.shapes[name] if name in names.canonical else None
         if names.canonical.get(name) != name or stored.shape != shape:
             expected = f"it has shape {shape} there" if shape is not None else "it has no such parameter"
             raise MergeError(f"{name} {stored.shape} does not fit the base model: {expected}.", ASK_BASE)

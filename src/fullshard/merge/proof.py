@@ -1,14 +1,9 @@
-"""Prove that a merged folder is the training state.
+"""Prove that a merged folder is the training state, by the proof tokens' logits in plain transformers, fp32 on the CPU.
 
-The folder is opened with plain transformers and computes the proof tokens' logits in fp32 on the CPU. What the storage
-dtype rounds away is kept apart from what a wrong merge would change, by two comparisons with the logits of training:
-
-1. *Unrounded.* Every rounded tensor in the opened model is checked to be, bit for bit, the rounding of its exact fp32
-   value, then replaced by that value. The logits must now be those of training: within 1e-3 of their range where
-   training computed in fp32 (only summation order differs), within ``LOW_PRECISION`` where it computed in 16 bits.
-2. *As stored.* The rounded weights must stay within ``LOW_PRECISION``: mean KL divergence at most 0.02 nats, largest
-   difference at most a tenth of the range, and the top token may change only where the training state hardly preferred
-   it (by less than 2% of the range), save at one position in eight.
+1. *Unrounded.* Every rounded tensor must be, bit for bit, the rounding of its exact fp32 value, and is replaced by it.
+   The logits must be those of training: within 1e-3 of their range where training computed in fp32, else as in 2.
+2. *As stored.* Mean KL divergence at most 0.02 nats, largest difference at most a tenth of the range, and the top token
+   may change only where it was preferred by less than 2% of the range, save at one position in eight.
 
 Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state.
 """

@@ -44,7 +44,7 @@ class WeightMap:
         mean."""
         self.files = files
         self._config, self._where, self._new_ids = model.config, where, new_ids
-        self._state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         self._prefix = model.base_model_prefix
         conversions = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -61,7 +61,7 @@ class WeightMap:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
-        stop = math.prod(self._state[name]) if stop is None else stop
+        stop = math.prod(self.shapes[name]) if stop is None else stop
         name = self._source_name(name)
         group = self._outputs[name]
         if group.converter is not None:
@@ -78,11 +78,7 @@ class WeightMap:
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
-        return self.read(name).view(self._state[name])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a parameter or persistent buffer in the model."""
-        return self._state[name]
+        return self.read(name).view(self.shapes[name])
 
     def has(self, name: str) -> bool:
         """Whether the files hold this parameter or buffer."""
@@ -207,7 +203,7 @@ class WeightMap:
                 self._check_shape(name, self.files.shape(group.sources[0][1]))
 
     def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
-        expected = self._state[name]
+        expected = self.shapes[name]
         has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
         if found != expected and not has_grown:
             message = f"{name}: config.json means {expected}, the file holds {found}."

@@ -27,8 +27,7 @@ from fullshard.train import optimizer as updates
 from fullshard.train.held_out import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
 from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
-from fullshard.train.recompute import GradientReach
-from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, build_sharded, check_loss_path, check_packing
+from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
 RESULT = "result.json"
 PROOF_TOKENS = 16
@@ -79,9 +78,8 @@ def run_rank(
         if ranks.is_first:
             seconds = time.perf_counter() - started
             speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
-            result = TrainResult(
-                run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, speed, peak
-            )
+            losses = (trainer.last_loss, trainer.last_eval, first_eval)
+            result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
             ending += f", {trainer.scale.skipped} skipped" if trainer.scale.skipped else ""

@@ -1,9 +1,14 @@
 """From a config and a plan to a sharded model with its weights loaded, each rank reading only its own ranges."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, ModelError, TrainError
@@ -14,10 +19,9 @@ from fullshard.model.load import WeightFiles, attention_for, build_on_meta, load
 from fullshard.model.names import base_name, is_adapter
 from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
-from fullshard.shard import ShardedModel, shard_model
+from fullshard.shard import Shard, ShardedModel, shard_model
 from fullshard.train.loss import LossModel
 from fullshard.train.precision import Precision, set_storage, storage_table
-from fullshard.train.recompute import recompute_blocks
 
 LOSS_CHECK_TOKENS = 64
 LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the largest logit
@@ -168,3 +172,57 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         failures.append(f"{way}: {reached} of {num_blocks} blocks reached, {differs}")
     message = f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)})."
     raise ConfigError(message, "Set data.packing=false")
+
+
+def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
+    """Recompute the first ``recompute`` blocks (True: all), inside the engine's hooks. Returns log lines."""
+    blocks, lines = find_blocks(causal_lm)[1], []
+    own = [module for module in causal_lm.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in own:
+        module.gradient_checkpointing = False
+    if own:
+        lines.append("recomputation: the model's own gradient checkpointing was on and is now off")
+    count = len(blocks) if recompute is True else min(int(recompute), len(blocks))
+    for block in blocks[:count]:
+        block.forward = partial(_forward, block, block.forward)
+    return [*lines, f"recomputation: the first {count} of {len(blocks)} blocks"] if count else lines
+
+
+def _forward(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    if block.training and torch.is_grad_enabled():
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+    return forward(*inputs, **named)
+
+
+class GradientReach:
+    """Watches the first step: which adapters were used in forward, and which trained tensors got a gradient."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        owners = {_owner(name) for name, _ in causal_lm.named_parameters() if is_adapter(name)}
+        self._used: set[str] = set()
+        self._hooks = [
+            module.register_forward_hook(lambda *_, name=name: self._used.add(name))
+            for name, module in causal_lm.named_modules()
+            if name in owners
+        ]
+
+    def report(self, shards: list[Shard], ranks: Ranks) -> str:
+        """The log's line after the first backward; TrainError where a used adapter (A or B) got nothing. Collective."""
+        for hook in self._hooks:
+            hook.remove()
+        mine = {s.name for s in shards if s.gradient is not None and (not is_adapter(s.name) or bool(s.gradient.any()))}
+        found = ranks.gather_objects((mine, self._used))
+        got, used = (set().union(*(pair[place] for pair in found)) for place in (0, 1))
+        alive = {_owner(name) for name in got if is_adapter(name)}
+        trained = [shard.name for shard in shards if shard.trainable]
+        missing = [name for name in trained if name not in got and _owner(name) not in alive]
+        dead = [name for name in missing if _owner(name) in used]
+        if dead:
+            message = f"{len(dead)} adapter tensors took part and got no gradient, first {dead[0]}."
+            raise TrainError(message, "Set train.recompute=none; if that is no help, leave the layer out: lora.targets")
+        line = f"trainable tensors that received a gradient: {len(trained) - len(missing)} of {len(trained)}"
+        return f"{line}; the first that this step did not use: {missing[0]}" if missing else line
+
+
+def _owner(name: str) -> str:
+    return name.split(".lora_")[0]

@@ -51,7 +51,10 @@ def save_checkpoint(
     for name, content in parts.items():
         with written:
             save_file(content, temporary / name)
-            _check_written(temporary / name, content)
+            with safe_open(temporary / name, framework="pt") as file:
+                found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            if found != {key: tuple(value.shape) for key, value in content.items()}:
+                raise CheckpointError(f"{temporary / name} does not hold what was written.", "Check the disk.")
             sync_path(temporary / name)
             files[name] = FileFacts((temporary / name).stat().st_size, hash_file(temporary / name))
     gathered = ranks.gather_objects((described, files))
@@ -61,9 +64,8 @@ def save_checkpoint(
             before = joined.get((piece.name, piece.kind))
             joined[piece.name, piece.kind] = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
         all_files = {name: value for _, files in gathered for name, value in files.items()}
-        manifest = Manifest(
-            step, facts["method"], facts["base_model"], tuple(joined.values()), all_files, facts["trainer"]
-        )
+        tensors, base = tuple(joined.values()), facts["base_model"]
+        manifest = Manifest(step, facts["method"], base, tensors, all_files, facts["trainer"])
         with written:
             write_json(temporary / MANIFEST, manifest.to_json())
             sync_path(temporary)
@@ -94,14 +96,6 @@ def _local_ranges(
             piece = Piece(file, key, shard.start, shard.stop)
             described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
     return tensors, described
-
-
-def _check_written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Open the file again: the names and shapes that were meant, or CheckpointError."""
-    with safe_open(path, framework="pt") as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if found != {name: tuple(value.shape) for name, value in tensors.items()}:
-        raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
 
 
 class RangeReader:

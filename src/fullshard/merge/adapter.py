@@ -74,11 +74,6 @@ class AdapterSet:
     by_parameter: dict[str, Adapter]
     num_moved: int
 
-    @property
-    def line(self) -> str:
-        """One line for the user."""
-        return f"adapters: {self.num_moved} of {len(self.by_parameter)} have moved (B A is not zero)"
-
 
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
     """Read every adapter. MergeError where one does not fit the base, there is none, or none has moved."""

@@ -97,7 +97,10 @@ def merge_run(
         record["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, record)
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
-    lines = (*([adapters.line] if adapters else []), *notes, proof.stored.line, published)
+    if adapters:
+        moved = f"{adapters.num_moved} of {len(adapters.by_parameter)} have moved (B A is not zero)"
+        notes.insert(0, f"adapters: {moved}")
+    lines = (*notes, proof.stored.line, published)
     return MergeResult(output, step, proof.stored.line, lines, proof.stored, time.monotonic() - started)
 
 

@@ -47,9 +47,8 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
         if "use_dora" in str(error):
             hint = "Set lora.variant=lora, or name other modules in lora.targets (the attention's: q_proj, v_proj)."
             raise ModelError(f"DoRA cannot adapt the stacked experts of {family}.", hint) from None
-        leaves = {
-            name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-        }
+        fitting = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        leaves = {name.split(".")[-1] for name in fitting}
         message = f"lora.targets = {lora.targets!r} does not fit {family}: {str(error).splitlines()[0]}"
         raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
     for place in adapter_places(model):

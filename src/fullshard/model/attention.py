@@ -97,10 +97,8 @@ def _by_kernel(
     lengths = [length for row in documents.lengths for length in row]
     borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()
     tokens = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHSD, key_BHSD, value_BHSD)]
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out = kernel(
-        *tokens, borders, borders, max(lengths), max(lengths), scale=scaling, window_size=window, enable_gqa=True
-    )
+    window, longest = (-1 if sliding_window is None else sliding_window - 1, 0), max(lengths)
+    out = kernel(*tokens, borders, borders, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
     return out.unflatten(0, (query_BHSD.shape[0], -1))
 
 

@@ -195,9 +195,7 @@ class WeightMap:
         for name in parameters:
             group = self._outputs[self._source_name(name)]
             if self.dtype(name) not in FLOATS:
-                message = (
-                    f"{self._where}: parameter {name} is stored as {self.dtype(name)}, none of {', '.join(FLOATS)}."
-                )
+                message = f"{self._where}: parameter {name} is stored as {self.dtype(name)}, not as floats."
                 raise ModelError(message, "Take the model's bf16 or fp32 weights.")
             if group.converter is None:
                 self._check_shape(name, self.files.shape(group.sources[0][1]))

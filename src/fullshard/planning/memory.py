@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from fullshard.planning.shape import ModelShape
 from fullshard.train.precision import precision_of
 
-# Resident: torch, transformers, peft, gloo; about 450 MB of it anonymous. A 135M LoRA run (2 ranks, 151-token rows)
-# peaked at 3.27 GB resident; the causes below without this one gave 2.67 GB.
-CPU_PROCESS_BYTES = 600_000_000
+CPU_PROCESS_BYTES = 600_000_000  # torch, transformers, peft, gloo: a 135M LoRA run's 3.27 GB less the other causes
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form

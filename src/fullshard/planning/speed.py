@@ -10,8 +10,7 @@ from fullshard.device import supports_bf16
 from fullshard.planning.memory import Job
 from fullshard.planning.shape import ModelShape
 
-# Share of the timed product that whole steps reach. CPU: 0.55 - 0.95 by the notes' step costs (engine.md 1.4: 868 of
-# about 900 tokens/s without communication, less where rows are short). Accelerators: published runs, 20 - 55 % of peak.
+# Share of the timed product that whole steps reach: by the notes' step costs (engine.md 1.4), by published runs.
 CPU_EFFICIENCY = (0.55, 0.95)
 DEVICE_EFFICIENCY = (0.25, 0.60)
 # gloo on loopback, 2 ranks, fp32 (engine.md 1.3): all-gather 0.7 - 1.2 GB/s, reduce-scatter about 0.5 - 0.75 GB/s.

@@ -32,9 +32,7 @@ class TorchShardedModel:
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
         whole = replicated | {parameter for parameter in model.parameters() if parameter.dim() == 0}
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
-        policy = MixedPrecisionPolicy(
-            param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
-        )
+        policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
         for unit in units:
             # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
             keep = len(unit) > 1

@@ -42,11 +42,6 @@ class Layout:
         """P: elements of the gathered buffer, padding included."""
         return self.shard_elements * self.num_ranks
 
-    @property
-    def real_elements(self) -> int:
-        """Elements of the parameters alone."""
-        return sum(slot.size for slot in self.slots)
-
     def own_range(self, slot: Slot, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the flattened parameter that ``rank`` holds; start == stop where none."""
         first = rank * self.shard_elements

@@ -59,9 +59,7 @@ class Wire:
                 return Transfer([], self._stream)
             if self._pairwise:
                 received = pieces_WS.new_empty(self.num_ranks - 1, pieces_WS.shape[1])
-                works = self._exchange(
-                    lambda rank: pieces_WS[rank], lambda rank: received[rank if rank < self.rank else rank - 1]
-                )
+                works = self._exchange(lambda rank: pieces_WS[rank], lambda rank: received[rank - (rank > self.rank)])
                 return Transfer(works, self._stream, received)
             work = dist.reduce_scatter_tensor(pieces_WS[self.rank], pieces_WS, group=self.group, async_op=True)
             return Transfer([work], self._stream)

@@ -60,8 +60,7 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
         _require_shared(run, here)
         return _run_as_rank(run, number, quiet, here)
-    number = _step_to_resume(run, step)
-    return _launch(run, ranks, number, quiet)
+    return _launch(run, ranks, _step_to_resume(run, step), quiet)
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -218,8 +217,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
-    """A problem that a rank named, else a rank ended by a signal (not SIGTERM: the launcher's), else the first
-    exception."""
+    """A problem that a rank named, else a rank ended by a signal (not SIGTERM), else the first exception."""
     records = [read_json(path) for path in (run / run_folder.ERRORS).glob("rank_*.json")]
     records.sort(key=lambda record: record["time"])
     for record in records:
@@ -242,8 +240,7 @@ def _first_failure(run: Path, error: Any) -> UserError:
 
 
 def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
-    """Under torchrun: rank 0 prepares, all train. An elastic restart (it shares a launcher process) goes on in the
-    folder."""
+    """Under torchrun: rank 0 prepares, all train. An elastic restart (same launcher) goes on in the run folder."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks
 

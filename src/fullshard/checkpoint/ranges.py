@@ -117,9 +117,8 @@ class RangeReader:
         for piece in stored.pieces:
             low, high = max(piece.start, start), piece.stop if stop is None else min(piece.stop, stop)
             if low < high:
-                values = self.open_file(piece.file).get_slice(piece.key)
-                found, size = values.get_shape(), piece.stop - piece.start
-                if found != [size]:
+                values, size = self.open_file(piece.file).get_slice(piece.key), piece.stop - piece.start
+                if (found := values.get_shape()) != [size]:
                     place = f"{self.folder / piece.file}: {piece.key}"
                     raise CheckpointError(f"{place} has shape {found}, not [{size}].", "Use another step.")
                 parts.append(values[low - piece.start : high - piece.start])

@@ -22,7 +22,7 @@ class ModelNames:
     """Names and adapters of a model's parameters, and its weights in the base's files."""
 
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
-        """Build ``base``; ``adapter``: settings of a LoRA checkpoint; ``new_ids``: tokens that the run added.
+        """Build ``base``; ``adapter``: a LoRA checkpoint's settings; ``new_ids``: tokens that the run added.
         ModelError."""
         model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)

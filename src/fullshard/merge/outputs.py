@@ -50,8 +50,7 @@ class ExactWeights:
 
 
 def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is for floating-point
-    ones."""
+    """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is that of floats."""
     weights, files = names.weights, names.weights.files
     outputs = []
     for name in files.names():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import MergeError
-from fullshard.merge.adapter import ModelNames
+from fullshard.merge.adapter import ASK_BASE, ModelNames
 from fullshard.merge.outputs import ExactWeights
 from fullshard.merge.writer import OutputTensor
 
@@ -86,9 +86,8 @@ def prove(
     """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` ("fp32",
     "bf16", "fp16"). MergeError where weights lack or are too many, or it is not the training state."""
     model, ignored = _open(folder, set(names.weights.ignored))
-    if reference.shape[1] != (known := model.config.get_text_config().vocab_size):
-        message = f"The proof has logits for {reference.shape[1]} tokens, the merged model has {known}."
-        raise MergeError(message, "Is this the base that the run was trained on?")
+    if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
+        raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
     stored = unrounded = compare_logits(reference, _logits(model, tokens))
     rounded = [output for output in outputs if output.dtype != output.exact_dtype]
     if rounded:

@@ -116,8 +116,7 @@ def magnitude_start(place: AdapterPlace, weight: torch.Tensor) -> torch.Tensor:
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """One adapter matrix at first, fp32: B zeros, A uniform in +-1/sqrt(in); by (seed, name) only, the same on any
-    ranks."""
+    """An adapter matrix at first, fp32: B zeros, A uniform in +-1/sqrt(in); by (seed, name) only, on any ranks."""
     if ".lora_A." not in name:
         return torch.zeros(shape)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()

@@ -1,9 +1,6 @@
-"""Attention among the tokens of one document only, for packed sequences; through transformers' attention registry.
-
-Shapes: B sequences, H heads, S positions, D features a head; a sequence is one or more documents end to end, pads at
-its end counted as one more. The cost grows with the sum of the documents' squared lengths, not with S squared. Models
-that do not reach this function, or reach it from fewer layers than they have blocks, are found at the start of a run.
-"""
+"""Attention among the tokens of one document only, through transformers' attention registry. Shapes: B sequences (each
+documents end to end, pads as one more), H heads, S positions, D features a head. Models that do not reach it in all
+blocks are found at the start of a run."""
 
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Where a model comes from: a local folder, or an id of Hugging Face or ModelScope, downloaded into that hub's cache.
-
-Only what training needs is downloaded: the small files first, then the weight files that the index names.
-huggingface_hub itself reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, the proxies and the token, when it is first imported.
-"""
+huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies and token when it is first imported."""
 
 import errno
 import re
@@ -100,7 +97,7 @@ def _reason(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set, and the cache does not hold all of it"
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
         return "the disk is full"
-    first = (str(cause).strip().splitlines() or [""])[0].rstrip(".")
+    first = str(cause).strip().partition("\n")[0].rstrip(".")
     return f"HTTP {status}" if status else f"{type(cause).__name__}: {without_secrets(first)}"
 
 

@@ -46,8 +46,8 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     names = weight_names(folder) if weights else []
     missing = [name for name in names if not (folder / name).is_file()]
     if missing == [SINGLE]:
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        found = f" It has {others[0]}, which this version does not read." if others else ""
+        others = sorted(folder.glob("*.bin"))
+        found = f" It has {others[0].name}, which this version does not read." if others else ""
         message = f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}"
         raise ModelError(message, "Use a folder with safetensors weights.")
     if missing:
@@ -119,8 +119,7 @@ def _refuse_untrainable(config: Any, path: str | Path) -> None:
     if family in REFUSED_FAMILIES:
         raise ModelError(f"{family} models are refused: {REFUSED_FAMILIES[family]}.", "What works: docs/models.md")
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
-        message = f"{family} models see or hear; only text models can be trained."
-        raise ModelError(message, "Take the family's text model, where there is one.")
+        raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
@@ -174,8 +173,7 @@ def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """The whole model (eval mode, ``dtype``) and its tokenizer. ModelError for missing weights: transformers only
-    warns."""
+    """The whole model (eval mode) and its tokenizer. ModelError for missing weights: transformers only warns."""
     folder = check_model_folder(path)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
     settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}

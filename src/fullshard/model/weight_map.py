@@ -1,9 +1,7 @@
 """Which tensors of a model folder make which parameter, and how parameters go back under the folder's names.
 
-For most families one file tensor is one parameter, perhaps under another name. For others transformers stacks, splits
-or renames on load (the experts of a mixture: ``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``). Both come
-from transformers' own conversion table (``get_model_conversion_mapping``), run here for one target at a time: read what
-it needs, convert, slice, drop. The same table reversed gives the export its original names.
+Some families rename, stack or split tensors on load (``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``):
+transformers' own conversion table is run here for one target at a time, and reversed for the export.
 """
 
 import math
@@ -40,8 +38,7 @@ class WeightMap:
     """Parameters (and persistent buffers) of one model, read by ranges from its files."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
-        """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: rows that start as the
-        mean."""
+        """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: new rows."""
         self.files = files
         self._config, self._where, self._new_ids = model.config, where, new_ids
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}

@@ -1,5 +1,4 @@
-"""Facts per accelerator (dense bf16 peaks, links one way; their sources: accelerators.yaml) and about this host.
-Imports no torch."""
+"""Facts per accelerator (accelerators.yaml: dense bf16 peaks, links one way) and about this host. Imports no torch."""
 
 import difflib
 import os

@@ -56,8 +56,8 @@ class Plan:
             "Memory of one rank:",
         ]
         for line in self.lines:
-            formula = MOMENT_WORDS[line.when] + line.formula
-            lines.append(f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}  {formula}")
+            causes = f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}"
+            lines.append(f"{causes}  {MOMENT_WORDS[line.when]}{line.formula}")
         lines += [
             f"Peaks: {', '.join(f'{moment} {format_bytes(size)}' for moment, size in self.moments.items())}",
             f"Fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use",

@@ -72,12 +72,9 @@ def make_plan(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
     mean_tokens: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Plan a recipe on this machine for ``ranks`` (default: what ``train`` would start). Trains nothing.
-
-    ``devices``: cards that need not be here, ``8xa800-80g``, one rank each; data files that are missing are assumed.
-    ``rows``, ``mean_tokens``: assume these instead of reading the data. Raises PlanError, with up to three changes that
-    were checked to fit, where the job does not fit; ConfigError where rows are longer than the model's positions.
-    """
+    """Plan a recipe for ``ranks`` (default: what ``train`` would start) of this machine, or for ``devices``
+    (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say.
+    Raises PlanError with changes that fit, ConfigError where rows are longer than the model's positions."""
     count, card = parse_devices(devices) if devices else (None, None)
     num_ranks = count or ranks or default_ranks()
     if ranks not in (None, num_ranks):

@@ -46,8 +46,7 @@ def shipped_config(path: str) -> Path | None:
 
 
 def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
-    """The model on the meta device, from its folder or a shipped config, with more tokens. ModelError: neither is
-    there."""
+    """The model on the meta device, from its folder or a shipped config, with more tokens; else ModelError."""
     from transformers import AutoConfig
 
     from fullshard.model.load import build_from_config, read_config

@@ -73,8 +73,7 @@ def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: fl
 def wire_seconds(
     shape: ModelShape, work: StepWork, method: str, compute_bytes: int, num_ranks: int, link: float | None
 ) -> tuple[float, float]:
-    """(low, high): weights gathered twice a micro-batch, gradients reduced once a step. ``link``: bytes/s, None for
-    gloo."""
+    """(low, high): weights gathered twice a micro-batch, gradients reduced once a step. ``link``: bytes/s, or gloo."""
     if num_ranks == 1:
         return 0.0, 0.0
     gathered = 2 * work.num_micro_batches * compute_bytes * shape.parameters * (num_ranks - 1) / num_ranks * 2

@@ -82,8 +82,7 @@ class TorchShardedModel:
                 module.reshard()
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
-        """(name, tensor) pairs by decay (matrices), sharded and replicated ones apart: fused optimizers cannot mix
-        them."""
+        """(name, tensor) pairs by decay (matrices), sharded and replicated ones apart: fused ones cannot mix them."""
         self.after_step()
         groups: dict[tuple[bool, bool], list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in self._named_parameters():

@@ -170,8 +170,7 @@ class Trainer:
                 self.save(number)
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
-        """One optimizer step over one window of whole documents; its supervised tokens, which divide the loss, are
-        known."""
+        """One optimizer step over one window of whole documents; its supervised tokens divide the loss."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
@@ -249,8 +248,7 @@ class Trainer:
         return loss
 
     def _keep_state_before(self, number: int, window: np.ndarray, what: str, aside: bool = False) -> None:
-        """Say which rows step ``number`` saw and save the state before it; collective. ``aside``: where it is not
-        replaced."""
+        """Say which rows step ``number`` saw and save the state before it, ``aside`` where it stays. Collective."""
         places = [f"{row} ({self.data.origin(int(row))})" for row in window]
         self.log.record("bad_step", step=number, what=what, rows=places)
         more = f" and {len(places) - ROWS_SHOWN} more, in {METRICS}" if len(places) > ROWS_SHOWN else ""

@@ -35,8 +35,7 @@ class LossModel(nn.Module):
 
     def forward(
         self, input_ids_BS: torch.Tensor, labels_BS: torch.Tensor | None, position_ids_BS: torch.Tensor | None = None,
-        attention_mask_BS: torch.Tensor | None = None, own_logits: bool = False, real_BS: torch.Tensor | None = None,
-        documents: Documents | None = None,
+        own_logits: bool = False, real_BS: torch.Tensor | None = None, documents: Documents | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The summed token losses (fp32) over next-token targets ``labels_BS`` (-100: unsupervised); without labels the
         logits (B, S, V) in fp32. Positions are for packed sequences only. ``own_logits``: the model's own path.
@@ -44,8 +43,6 @@ class LossModel(nn.Module):
         arguments = {"input_ids": input_ids_BS, "use_cache": False}
         if position_ids_BS is not None:
             arguments["position_ids"] = position_ids_BS
-        if attention_mask_BS is not None:
-            arguments["attention_mask"] = attention_mask_BS
         if documents is not None:
             arguments["documents"] = documents
         routed = self._router_loss is not None and self.training and labels_BS is not None
@@ -159,8 +156,7 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
 
 
 def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (N, H) and labels (N,) of the supervised positions; of the first where none is, for the
-    collectives."""
+    """Hidden states (N, H) and labels (N,) of the supervised positions; with none the first, for the collectives."""
     labels = labels_BS.flatten()
     chosen = (labels != -100).nonzero().flatten()
     if chosen.numel() == 0:

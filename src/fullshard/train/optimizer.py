@@ -18,8 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warmup: float) -> float:
-    """Rate of ``step`` (1-based): linear over ``warmup`` (a share below 1, else steps), then constant, linear or
-    cosine."""
+    """Rate of ``step`` (1-based): linear over ``warmup`` (share or steps), then constant, linear or cosine."""
     warmup_steps = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
     if step <= warmup_steps:
         return peak * step / warmup_steps

@@ -56,8 +56,7 @@ def build_sharded(
     magnitudes = {place.module: place for place in adapter_places(causal_lm) if place.has_magnitude}
     recomputed = recompute_blocks(causal_lm, recompute)
     set_storage(causal_lm, precision)
-    num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-    num_trainable = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in causal_lm.parameters()]
     load_buffers(causal_lm, weights)
     loss_model = LossModel(causal_lm, config.train.router_loss)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
@@ -68,7 +67,8 @@ def build_sharded(
     if config.train.router_loss:
         report += ["router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"]
     report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
-    return Built(sharded, loss_model, num_parameters, num_trainable, tuple(report))
+    num_trainable = sum(size for size, trained in sizes if trained)
+    return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report))
 
 
 def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
@@ -144,8 +144,7 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
 
 @torch.no_grad()
 def check_packing(built: Built, rows: list[list[int]], precision: Precision, device: torch.device) -> str:
-    """Logits of packed ``rows`` must equal those of each alone, by our attention or transformers' masks; else
-    ConfigError."""
+    """Logits of packed ``rows`` must be those of each alone, by our attention or masks; else ConfigError."""
     model, failures = built.loss_model, []
     tokens = [torch.tensor([row], device=device) for row in rows]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]

@@ -37,10 +37,8 @@ HINT = "All ranks must run the same modules in the same order; a model that skip
 
 
 class Schedule:
-    """The order in which units compute: recorded in the first forward, held to afterwards, read ahead for prefetching.
-
-    ``agree`` compares a unit with the other ranks' while the order is new: a collective call that raises.
-    """
+    """The order in which units compute: recorded in the first forward (``agree`` compares it over the ranks, or
+    raises), held to afterwards, read ahead for prefetching."""
 
     def __init__(self, prefetch: int, agree: Callable[[Unit], None]) -> None:
         self._prefetch, self._agree = prefetch, agree
@@ -198,8 +196,7 @@ class SimpleShardedModel:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around one forward and backward; ``last``: the sums are there afterwards. An exception inside leaves no
-        trace."""
+        """Around one forward and backward; ``last``: the sums are there afterwards. An exception leaves no trace."""
         self._last = last
         for unit in self._units:
             unit.uses = 0

@@ -178,8 +178,7 @@ class Group:
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Begin to send the gradients (none: zeros) to their ranks, in the dtype they were computed in, or sums in
-        fp32."""
+        """Begin to send the gradients (none: zeros) to their ranks, in the dtype they were computed in, or fp32."""
         if self.accumulated_P is not None:
             self.accumulate()
             if self._phase is Phase.LIVE:

@@ -182,6 +182,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         failures.append(
             f"{way}: {reached} of {num_blocks} blocks reached, logits differ by {max(difference, leak):.1e}"
         )
+    model.train()
     raise ConfigError(
         f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)}).",
         "Set data.packing=false",

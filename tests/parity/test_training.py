@@ -32,6 +32,15 @@ def write_rows(path: Path, count: int = 14) -> Path:
     return path
 
 
+ENGINE = {"engine": "torch"}
+
+
+@pytest.fixture(autouse=True, params=["torch", "simple"])
+def engine(request, monkeypatch):
+    """Every test of this file runs on both engines."""
+    monkeypatch.setitem(ENGINE, "engine", request.param)
+
+
 def make_run(folder: Path, model: Path, method: str = "full", packing: bool = False, **train) -> RunConfig:
     folder.mkdir(parents=True)
     data = {"train": str(write_rows(folder / "rows.jsonl")), "max_length": 32, "packing": packing}
@@ -43,6 +52,7 @@ def make_run(folder: Path, model: Path, method: str = "full", packing: bool = Fa
             **({"lora": {"rank": 4, "alpha": 8}} if method == "lora" else {}),
             "train": {"global_batch": "4 rows", "epochs": 1, **train},
             "output": str(folder),
+            **ENGINE,
         }
     )
     prepare(config, folder / PREPARED)

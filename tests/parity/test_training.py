@@ -234,6 +234,22 @@ def test_resume_goes_on_where_it_stopped(tmp_path, first, then):
         assert torch.equal(found[name], value) if first == then else torch.allclose(found[name], value, atol=1e-5), name
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_checkpoint_resumes_on_the_other_engine(tmp_path, method):
+    """HO-11 across engines: 2 steps of 4 on one, the rest on the other and on another number of ranks."""
+    model = make_tokenizer(make_model(tmp_path / "model", vocab_size=65, hidden_size=20, intermediate_size=33))
+    config = make_run(tmp_path / "run", model, method, learning_rate=1e-3, warmup=2, save_every=2, keep_last=3)
+    arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), [32, "tokens"])
+    pool(2).run(train_on_ranks, *arguments)
+    straight, wanted = losses_of(tmp_path / "run"), weights_of(tmp_path / "run", 4)
+    arguments[1]["engine"] = "simple" if ENGINE["engine"] == "torch" else "torch"
+    pool(3).run(train_on_ranks, *arguments, 2)
+    resumed, found = losses_of(tmp_path / "run")[4:], weights_of(tmp_path / "run", 4)
+    assert len(resumed) == 2 and resumed == pytest.approx(straight[2:], rel=1e-5)
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, atol=1e-5), name
+
+
 def test_more_ranks_than_rows_and_a_partial_window(tmp_path):
     """14 rows in windows of 4: the last holds 2; on 4 ranks two ranks then run a zero-weight fill."""
     model = make_tokenizer(make_model(tmp_path / "model"))

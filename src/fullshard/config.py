@@ -96,7 +96,10 @@ class DataSection(Section):
     )
     on_bad: Literal["stop", "drop"] = Field(default="stop", description="Unusable rows: stop, or leave out and count.")
     max_length: int = Field(default=1024, ge=4, le=2**24, description="Longest row in tokens.")
-    packing: bool = Field(default=False, description="Lay several rows into one sequence; they never see each other.")
+    packing: bool | Literal["auto"] = Field(
+        default=False,
+        description="Several rows in one sequence, blind to each other. auto: where that is proven.",
+    )
     columns: dict[str, str] | None = Field(
         default=None, description="Which column plays which part: {question: user, answer: assistant} or {body: text}."
     )

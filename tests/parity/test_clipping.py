@@ -57,14 +57,14 @@ def register_k1_with_three() -> None:
     AutoModelForCausalLM.register(ThreeConfig, ThreeModel)
 
 
-def clipped_step(ranks, path: str):
+def clipped_step(ranks, path: str, engine: str):
     """Rows dealt over the ranks, one clipped SGD step; norms before and after clipping, and this rank's new shards."""
     from fullshard.train.optimizer import build_optimizer, clip_gradients, gradient_norm, take_step
     from fullshard.train.setup import build_sharded
 
     register_k1_with_three()
     values = {"model": {"path": path}, "data": {"train": "x"}, "output": "y", "method": "full"}
-    config = config_from_dict(values | {"train": {"optimizer": "sgd", "learning_rate": RATE}})
+    config = config_from_dict(values | {"engine": engine} | {"train": {"optimizer": "sgd", "learning_rate": RATE}})
     built = build_sharded(config, ranks, precision_of("fp32"), False)
     optimizer, rows = build_optimizer(config, built.sharded), ROWS[ranks.rank :: ranks.num_ranks]
     with built.sharded.microbatch(True):
@@ -98,7 +98,8 @@ def oracle(path: str):
 
 
 @pytest.mark.parametrize("half_frozen", [False, True])
-def test_clipping_on_shards(tmp_path, half_frozen):
+@pytest.mark.parametrize("engine", ["torch", "simple"])
+def test_clipping_on_shards(tmp_path, half_frozen, engine):
     from transformers import AutoConfig
 
     path = make_model(tmp_path / "model")
@@ -110,7 +111,7 @@ def test_clipping_on_shards(tmp_path, half_frozen):
     norm, weights, trained = oracle(str(path))
     assert norm > 100 * MAX_NORM and len(trained) == (11 if half_frozen else 22)
     for num_ranks in (1, 2, 4):
-        answers = pool(num_ranks).run(clipped_step, str(path))
+        answers = pool(num_ranks).run(clipped_step, str(path), engine)
         for found, after, shards in answers:
             assert type(found) is float and found == answers[0][0]
             assert found == pytest.approx(norm, rel=1e-5)

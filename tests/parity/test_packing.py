@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES
 from rank_pool import pool
-from test_training import SGD, make_run, train_on_ranks, weights_of
+from test_training import SGD, losses_of, make_run, train_on_ranks, weights_of
 from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -129,3 +129,24 @@ def test_a_model_that_mixes_rows_is_refused_with_both_ways_named(tmp_path):
     for message in pool(2).run(refusal, str(tmp_path / "run"), values):
         assert "Packing does not keep rows apart in Lfm2ForCausalLM" in message
         assert "attention by document: 1 of 2 blocks reached" in message and "; masks: " in message
+
+
+def packed_where_proven(ranks, run: str, values: dict) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.train.metrics.MetricsLog.say", lambda log, line: said.append(line))
+        train_on_ranks(ranks, run, values, [64, "tokens"])
+    return said
+
+
+def test_auto_packs_only_where_rows_stay_apart(tmp_path):
+    """The same run with packing auto and false: lfm2 trains unpacked, with the reason said; the losses are equal."""
+    words = make_tokenizer(make_model(tmp_path / "words"))
+    make_tokenizer(make_model(tmp_path / "model", "lfm2"))
+    for packing in ("auto", False):
+        values = make_run(tmp_path / f"{packing}", words, packing=packing, **SGD).model_dump(exclude_unset=True)
+        values["model"]["path"] = str(tmp_path / "model")
+        said = pool(2).run(packed_where_proven, str(tmp_path / f"{packing}"), values)[0]
+        off = [line for line in said if line.startswith("packing is off: Packing does not keep rows apart in Lfm2")]
+        assert len(off) == (packing == "auto")
+    assert losses_of(tmp_path / "auto") == losses_of(tmp_path / "False")

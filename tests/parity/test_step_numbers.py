@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rank_pool import pool
+from safetensors.numpy import load_file, save_file
 from test_training import SGD, losses_of, make_run, weights_of
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
+from fullshard.data.pack import windows
 from fullshard.data.prepared import prepare
 from fullshard.run_folder import METRICS, PREPARED
 
@@ -81,11 +84,18 @@ def ho5_run(folder: Path, model: Path):
         }
     )  # fmt: skip
     prepare(config, folder / PREPARED)
-    data = folder / PREPARED / "train"
-    supervised = np.load(data / "supervised.npy")
-    supervised[np.load(data / "offsets.npy")[1:] - 1] = 0
-    np.save(data / "supervised.npy", supervised)
+    change_mask(folder / PREPARED / "train", lambda supervised, offsets: supervised.__setitem__(offsets[1:] - 1, False))
     return config
+
+
+def change_mask(data: Path, change: Callable[[np.ndarray, np.ndarray], None]) -> None:
+    """Change the mask of prepared rows, (supervised, offsets) in place, and what is counted of it."""
+    mask, rows = load_file(data / "supervised.safetensors"), load_file(data / "rows.safetensors")
+    change(mask["supervised"], rows["offsets"])
+    parts = np.split(mask["supervised"], rows["offsets"][1:-1])
+    rows["targets"] = np.array([part[1:].sum() for part in parts], dtype=rows["targets"].dtype)
+    save_file(mask, data / "supervised.safetensors")
+    save_file(rows, data / "rows.safetensors")
 
 
 HO5 = [(1, [4, "rows"]), (1, [1, "rows"]), (2, [1, "rows"]), (2, [2, "rows"])]  # ranks, batch; the rest accumulates
@@ -116,13 +126,12 @@ def test_a_window_without_supervised_tokens_is_skipped_everywhere(tmp_path):
     """4 rows, one a window, loss on none of the first row's tokens: 3 steps, one said to be skipped."""
     model = make_tokenizer(make_model(tmp_path / "model"))
     config = make_run(tmp_path / "run", model, global_batch="1 rows", max_steps=4, **SGD)
-    data = tmp_path / "run" / PREPARED / "train"
-    supervised, offsets = np.load(data / "supervised.npy"), np.load(data / "offsets.npy")
-    from fullshard.data.pack import windows
 
-    first = int(windows(np.diff(offsets), 0, 0, (1, "rows"))[0][0])
-    supervised[offsets[first] : offsets[first + 1]] = 0
-    np.save(data / "supervised.npy", supervised)
+    def empty_the_first(supervised: np.ndarray, offsets: np.ndarray) -> None:
+        first = int(windows(np.diff(offsets), 0, 0, (1, "rows"))[0][0])
+        supervised[offsets[first] : offsets[first + 1]] = False
+
+    change_mask(tmp_path / "run" / PREPARED / "train", empty_the_first)
     said = pool(2).run(train, str(tmp_path / "run"), config.model_dump(exclude_unset=True), [4, "rows"])
     for lines in said:
         assert "skipped step 1: nothing in its 1 row is supervised" in lines

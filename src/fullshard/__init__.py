@@ -1,8 +1,7 @@
 """fullshard: fine-tune transformer language models with fully sharded data parallelism.
 
 The Python API is the same that the command line calls. Every name is imported on first use, so that ``import
-fullshard`` costs nothing and loads neither torch nor transformers.
-"""
+fullshard`` costs nothing and loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -33,19 +32,8 @@ _PLACES = {
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
 }
 
-__all__ = [
-    "UserError",
-    "__version__",
-    "audit_data",
-    "evaluate_run",
-    "generate_text",
-    "load_config",
-    "make_plan",
-    "merge_run",
-    "prepare_data",
-    "resume_run",
-    "train_run",
-]
+__all__ = ["UserError", "__version__", "audit_data", "evaluate_run", "generate_text", "load_config", "make_plan"]
+__all__ += ["merge_run", "prepare_data", "resume_run", "train_run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -56,8 +44,7 @@ def __getattr__(name: str) -> Any:
         return version("fullshard")
     if name not in _PLACES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
-    module, attribute = _PLACES[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(_PLACES[name][0]), _PLACES[name][1])
 
 
 def __dir__() -> list[str]:

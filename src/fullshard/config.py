@@ -1,8 +1,7 @@
 """The recipe: every key, its limits and its default; recipe.yaml says what it means. Imports no torch.
 
 ``load_config(path, overrides)`` reads YAML, applies ``key=value`` overrides and returns a frozen ``RunConfig``, or
-raises one ConfigError that lists every problem at once.
-"""
+raises one ConfigError that lists every problem at once."""
 
 from __future__ import annotations
 
@@ -231,11 +230,9 @@ YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, Attribut
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config.
-
-    Relative paths inside a recipe are taken from the folder in which the command runs. Raises ConfigError with every
-    problem found, each with its key, what was given and what fits.
-    """
+    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config. Relative paths inside a recipe
+    are taken from the folder in which the command runs. Raises ConfigError with every problem found, each with its key,
+    what was given and what fits."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")

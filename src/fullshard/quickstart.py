@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import fullshard
@@ -44,29 +44,26 @@ class QuickstartResult:
 
     def to_json(self) -> dict[str, Any]:
         """Figures and all answers, as written to quickstart.json."""
-        places = {"run": str(self.run), "recipe": str(self.recipe), "merged": str(self.merged)}
+        places = {name: str(getattr(self, name)) for name in ("run", "recipe", "merged")}
         held_out = {language: found.to_json() for language, found in self.held_out.items()}
-        return {**places, "seconds": round(self.seconds, 1), "held_out": held_out}
+        return places | {"seconds": round(self.seconds, 1), "held_out": held_out}
 
     def to_text(self) -> str:
         """Held-out loss and exact match before and after, one line a language."""
         lines = []
         for language, tuned in self.held_out.items():
-            base, count = tuned.base, tuned.num_answers
-            matches = f"{base.num_correct} of {count} -> {tuned.num_correct} of {count} ({tuned.exact_match or 0:.0%})"
-            lines.append(f"{language}: held-out loss {base.loss:.2f} -> {tuned.loss:.2f}, exact match {matches}")
+            lines.append(f"{language}: held-out loss {tuned.base.loss:.2f} -> {tuned.loss:.2f}, exact match")
+            for result, sign in ((tuned.base, "->"), (tuned, f"({tuned.exact_match or 0:.0%})")):
+                lines[-1] += f" {result.num_correct} of {tuned.num_answers} {sign}"
         return "\n".join(lines)
 
 
 def run_quickstart(
     model: str | Path | None = None, output: str | Path | None = None, ranks: int | None = None
 ) -> QuickstartResult:
-    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json.
-
-    ``model``: a folder or id (default: the built-in model, converted once). ``output``: the run folder (default:
-    the first free one of ./runs/quickstart, ./runs/quickstart-2, ...). ``ranks``: default every accelerator, else 2.
-    Raises UserError.
-    """
+    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json. ``model``: a folder
+    or id (default: the built-in model, converted once). ``output``: the run folder (default: the first free one of
+    ./runs/quickstart, ./runs/quickstart-2, ...). ``ranks``: default every accelerator, else 2. Raises UserError."""
     from transformers.utils.logging import disable_progress_bar
 
     from fullshard.model.fetch import fetch_model
@@ -81,7 +78,7 @@ def run_quickstart(
     _check_machine(console)
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = write_recipe(folder, run)
-    console.print(f"\n[bold]2 Plan[/bold]  recipe: {escape(str(recipe))}", highlight=False)
+    _heading(console, f"2 Plan[/bold]  recipe: {escape(str(recipe))}[bold]")
     config = fullshard.load_config(recipe)
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())
@@ -146,24 +143,18 @@ def write_recipe(model: Path, run: Path) -> Path:
 
 def answer_table(result: QuickstartResult) -> Table:
     """Held-out questions with base answer, tuned answer and expected answer; evenly chosen over the file."""
-    table = Table(show_lines=True)
-    for name in ("question", "base answer", "tuned answer", "expected"):
-        table.add_column(name, overflow="fold")  # Chinese has no spaces to break lines at
+    names = ("question", "base answer", "tuned answer", "expected")
+    table = Table(*(Column(name, overflow="fold") for name in names), show_lines=True)  # Chinese has no spaces
     for language, tuned in result.held_out.items():
         count, shown = len(tuned.answers), min(SHOWN[language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):
             before, after = tuned.base.answers[index], tuned.answers[index]
             mark, style = ("✓", "green") if after.correct else ("✗", "red")
-            answers = _short(before.answer), _short(f"{mark} {after.answer}", style)
+            answers = [Text(" ".join(before.answer.split())), Text(" ".join(f"{mark} {after.answer}".split()), style)]
+            for answer in answers:
+                answer.truncate(ANSWER_WIDTH, overflow="ellipsis")
             table.add_row(Text(after.prompt), *answers, Text(after.expected))
     return table
-
-
-def _short(answer: str, style: str = "") -> Text:
-    """An answer on one line, cut where it runs on."""
-    text = Text(" ".join(answer.split()), style)
-    text.truncate(ANSWER_WIDTH, overflow="ellipsis")
-    return text
 
 
 def _check_machine(console: Console) -> None:

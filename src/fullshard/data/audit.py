@@ -19,10 +19,8 @@ STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then p
 @dataclass
 class Audit:
     """Row accounting of one split, or of a part of it: see ``add``. A source row is used or dropped; all tokens add up.
-
     ``length_histogram``: training rows by tokens before cutting; the key is the least length of its bucket: steps of 32
-    tokens up to 2,048, then powers of two.
-    """
+    tokens up to 2,048, then powers of two."""
 
     rows: int = 0  # source rows read, without copies by weight
     copies: int = 0
@@ -154,9 +152,7 @@ class Audit:
 
 def refuse_unsupervised(origin: str, length: int, before: int | None, max_length: int, more: int) -> DataError:
     """The error for a row without supervised tokens. ``before``: tokens before its first one, None if it has none.
-
-    ``more``: how many further rows have the same trouble.
-    """
+    ``more``: how many further rows have the same trouble."""
     others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
     if before is None:
         return DataError(

@@ -3,12 +3,10 @@
 A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
 roles are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such
 row, as distances to a content's borders.
-
 A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a
 string that the template or the special tokens know, or the message has more than role and content. And the fast way is
 checked against the slow one on the first rows of each sequence of roles and on every 200th after them; it is given up
-for a sequence of roles at the first difference.
-"""
+for a sequence of roles at the first difference."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -29,10 +27,8 @@ PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 @dataclass
 class _Pattern:
     """How rows of one sequence of roles are written. ``literals``: the text around contents, one more than contents.
-
     ``runs`` and ``stops``: borders as (anchor, distance); anchors are the text's start, each content's start and end in
-    order, and the text's end.
-    """
+    order, and the text's end."""
 
     literals: list[str]
     runs: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)

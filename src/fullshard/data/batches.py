@@ -24,11 +24,9 @@ class Batch:
 
 
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
-    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id``.
-
-    What is padding is known by length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch,
-    the first tokens (at most 8) of row 0 with every label -100.
-    """
+    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id``. What is padding is known by
+    length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch, the first tokens (at most 8)
+    of row 0 with every label -100."""
     if not sequences:
         ids, supervised = data.row(0)
         content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]

@@ -64,10 +64,8 @@ class Turn:
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
-    """The tokenizer of a model folder with ``add_tokens``, without network.
-
-    Raises ModelError where there is none, and where a token is none to add: it has a trained row already.
-    """
+    """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none, and
+    where a token is none to add: it has a trained row already."""
     from transformers import AutoTokenizer
 
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
@@ -129,9 +127,7 @@ def _template_text(tokenizer: Any) -> str:
 
 class Renderer:
     """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all".
-
-    ``template_arguments``: variables of the chat template; DataError for one that it never reads.
-    """
+    ``template_arguments``: variables of the chat template; DataError for one that it never reads."""
 
     _taken: ClassVar[dict[tuple[str, str], bool]] = {}  # (template, role)
 
@@ -161,10 +157,8 @@ class Renderer:
 
     def chat(self, messages: list[Message], tools: list[Any] | None = None) -> list[Rendered]:
         """The training rows of a conversation: one, or one per assistant turn where the template rewrites history.
-
         Messages with ``train: false`` are read and not learned. A row without any supervised token is returned as such
-        (the audit decides). Raises DataError for a template with which no right mask can be made.
-        """
+        (the audit decides). Raises DataError for a template with which no right mask can be made."""
         asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
         if asked and self.loss_on != "all":
             raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")

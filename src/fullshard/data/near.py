@@ -13,11 +13,9 @@ NONE = np.empty(0, np.uint64)
 
 
 def near_copies(ids: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
-    """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows.
-
-    ``ids`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row has
-    at most one pair with a held-out row and one with an earlier training row. Memory: below 100 bytes a row.
-    """
+    """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows. ``ids`` gives
+    the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row has at most one
+    pair with a held-out row and one with an earlier training row. Memory: below 100 bytes a row."""
     sample = np.linspace(0, num_rows - 1, min(1000, num_rows)).astype(int).tolist()
     values, counts = np.unique(np.concatenate([_grams(ids(row)) for row in sample]), return_counts=True)
     common = values[counts > COMMON_SHARE * len(sample)] if num_rows >= COMMON_ROWS else NONE
@@ -50,10 +48,8 @@ def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray = NONE) -> fl
 
 
 def _grams(ids: np.ndarray, common: np.ndarray = NONE) -> np.ndarray:
-    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others.
-
-    Fewer than 5 tokens are one gram.
-    """
+    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others. Fewer than
+    5 tokens are one gram."""
     size = min(GRAM, len(ids))
     count, values = len(ids) - size + 1, ids.astype(np.uint64) + np.uint64(1)
     hashes = np.unique(_mix(sum(values[place : place + count] * WEIGHTS[place] for place in range(size))))

@@ -1,8 +1,7 @@
 """Which rows make an optimizer step (windows), and how a window lies on ranks and micro-batches (lay_out).
 
 No torch here. A window depends on the data, the seed, the epoch and the global batch only; ranks, micro-batches and
-packing only lay it out, so that every layout has the same loss.
-"""
+packing only lay it out, so that every layout has the same loss."""
 
 import heapq
 
@@ -13,11 +12,9 @@ from fullshard.errors import ConfigError
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version.
-
-    Rows are sorted by a 64-bit hash of (seed, epoch, row): splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
-    pseudorandom number generators").
-    """
+    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version. Rows
+    are sorted by a 64-bit hash of (seed, epoch, row): splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
+    pseudorandom number generators")."""
     start = _splitmix64(np.array([seed], dtype=np.uint64))
     start = _splitmix64(start ^ np.uint64(epoch))
     keys = _splitmix64(start ^ _splitmix64(np.arange(num_rows, dtype=np.uint64)))
@@ -28,10 +25,9 @@ def windows(
     lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
 ) -> list[np.ndarray]:
     """The row ids (int64) of each optimizer step of ``epoch``, in order; each row is in exactly one window.
-
     ``lengths``: tokens of each row. ``quantity``: (64, "rows") takes 64 rows a step; (65536, "tokens") takes rows until
-    the next one would exceed the count, and at least one. The last window may be smaller; ``drop_last`` leaves it out.
-    """
+    the next one would exceed the count, and at least one. The last window may be smaller; ``drop_last`` leaves it
+    out."""
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":
@@ -49,10 +45,8 @@ def windows(
 
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
-    """(epoch, row ids) of every optimizer step of a run: a function of data, seed, epochs and global_batch only.
-
-    A part of an epoch is at least one step. ConfigError where drop_last leaves none.
-    """
+    """(epoch, row ids) of every optimizer step of a run: a function of data, seed, epochs and global_batch only. A part
+    of an epoch is at least one step. ConfigError where drop_last leaves none."""
     quantity = parse_quantity(train.global_batch)
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
@@ -71,14 +65,12 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
 def lay_out(
     window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: tuple[int, str], packing: bool, max_length: int
 ) -> list[list[list[list[int]]]]:
-    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids.
-
-    Every row is in exactly one sequence and stays whole. Every rank has the same number of micro-batches; an empty list
-    of sequences stands for a fill batch of weight zero. With ``packing`` a sequence holds rows of together at most
-    ``max_length`` tokens, else one row. ``micro`` limits the sequences of a rank's micro-batch: (4, "rows") to 4
-    sequences, (4096, "tokens") to a padded area (sequences x longest) of 4096, but at least one sequence. Sequences of
-    similar length lie together, micro-batches of similar area side by side on the ranks.
-    """
+    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids. Every row is in
+    exactly one sequence and stays whole. Every rank has the same number of micro-batches; an empty list of sequences
+    stands for a fill batch of weight zero. With ``packing`` a sequence holds rows of together at most ``max_length``
+    tokens, else one row. ``micro`` limits the sequences of a rank's micro-batch: (4, "rows") to 4 sequences, (4096,
+    "tokens") to a padded area (sequences x longest) of 4096, but at least one sequence. Sequences of similar length lie
+    together, micro-batches of similar area side by side on the ranks."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))
@@ -109,10 +101,8 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible.
-
-    Then the same number of sequences is filled evenly, where that fits: equally long ones need no pads.
-    """
+    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible. Then the
+    same number of sequences is filled evenly, where that fits: equally long ones need no pads."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
     total = sum(int(lengths[row]) for row in rows)

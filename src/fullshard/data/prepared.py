@@ -3,10 +3,9 @@
 A split's folder holds safetensors files: ``tokens`` (int32, all rows end to end), ``supervised`` (bool, same length)
 and ``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64: a hash of what
 the source row says; ``targets`` int32), and ``meta.json``. Beside them lies ``data.json``, what ``prepare`` returns.
-
 All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the folder, which gets its name when it is
-whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on there.
-"""
+whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on
+there."""
 
 import hashlib
 import json
@@ -47,8 +46,7 @@ Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in a
 class PreparedData:
     """One split, opened read only. ``lengths``, ``supervised`` (targets: supervised positions but a row's first; both
     int64) and ``content`` (uint64: rows of one source row, and exact duplicates, have the same) are arrays over rows;
-    ``hash`` is a SHA-256 of the content.
-    """
+    ``hash`` is a SHA-256 of the content."""
 
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)
@@ -101,16 +99,14 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 
 
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Tokenise, mask and audit the recipe's data into ``folder`` and return the content of data.json.
-
-    The folder appears whole or not at all; one made from the same inputs (by the files' bytes) is kept. Keys of the
-    result: ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be None),
-    ``supervised_tokens`` and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training rows,
-    ``longest`` (row as written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
-    ``exact_duplicates`` (training rows that repeat an earlier one: ``rows``, ``places``: first pairs of origins),
-    ``overlap`` (training rows that occur in eval, the same way; ``duplicates``: their number) and ``report`` (lines to
-    print). Raises DataError for anything in the data that cannot be trained on.
-    """
+    """Tokenise, mask and audit the recipe's data into ``folder`` and return the content of data.json. The folder
+    appears whole or not at all; one made from the same inputs (by the files' bytes) is kept. Keys of the result:
+    ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be None), ``supervised_tokens``
+    and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training rows, ``longest`` (row as
+    written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``, ``exact_duplicates``
+    (training rows that repeat an earlier one: ``rows``, ``places``: first pairs of origins), ``overlap`` (training rows
+    that occur in eval, the same way; ``duplicates``: their number) and ``report`` (lines to print). Raises DataError
+    for anything in the data that cannot be trained on."""
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)

@@ -36,11 +36,9 @@ WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 @dataclass(frozen=True)
 class Row:
-    """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row).
-
-    A message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name,
-    train (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight.
-    """
+    """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row). A
+    message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name, train
+    (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight."""
 
     origin: str
     messages: list[dict[str, Any]] | None = None
@@ -59,9 +57,8 @@ class Row:
 @dataclass
 class Account:
     """What became of the records: read = used + dropped + bad + blank (+ held_out, of a share in another split).
-
-    ``copies`` are the repeats by weight beside. ``used`` and ``dropped`` are of the reading until an audit has its say.
-    """
+    ``copies`` are the repeats by weight beside. ``used`` and ``dropped`` are of the reading until an audit has its
+    say."""
 
     read: int = 0
     used: int = 0
@@ -110,11 +107,9 @@ def read_source(paths: Paths, data: DataSection, seed: int = 0) -> Source:
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
-    """The rows of files, folders and data set ids, one after another, while ``account`` is filled.
-
-    Weight 2.5 gives each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError
-    with file and line for a row that cannot be used (unless data.on_bad is drop) and for a file without any.
-    """
+    """The rows of files, folders and data set ids, one after another, while ``account`` is filled. Weight 2.5 gives
+    each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError with file and line
+    for a row that cannot be used (unless data.on_bad is drop) and for a file without any."""
     account = Account() if account is None else account
     for place, entry in enumerate(paths if isinstance(paths, list) else [paths]):
         file = entry if isinstance(entry, DataFile) else DataFile(path=str(entry))
@@ -124,10 +119,8 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
 
 
 def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
-    """Label and SHA-256 of the bytes of each file of the rows; no row is read. Raises DataError where one is missing.
-
-    A data set of the Hugging Face hub has its fingerprint instead: of commit, files and split.
-    """
+    """Label and SHA-256 of the bytes of each file of the rows; no row is read. Raises DataError where one is missing. A
+    data set of the Hugging Face hub has its fingerprint instead: of commit, files and split."""
     for entry in paths if isinstance(paths, list) else [paths]:
         for label, records, content in open_records(getattr(entry, "path", str(entry)), data.source):
             if isinstance(content, str):
@@ -143,9 +136,7 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
 
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
     """Each row and whether it is held out: ``share`` of them, exact to one row, at least one, drawn from each 100.
-
-    Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left.
-    """
+    Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left."""
     seen = drawn = 0
 
     def block_of(row: Row) -> int:

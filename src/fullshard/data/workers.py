@@ -1,8 +1,7 @@
 """Processes that render chunks of rows, as many as there are cores; a small input needs none.
 
 One child reads the tokenizer (without torch) and forks into the others, before any thread of it exists. Each has a
-socket to this process; when that closes, however this process ended, the child ends too.
-"""
+socket to this process; when that closes, however this process ended, the child ends too."""
 
 import os
 import signal
@@ -40,10 +39,8 @@ class Workers:
             self._process.wait()
 
     def in_order(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held.
-
-        Raises EOFError or ConnectionError where a child was killed.
-        """
+        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held. Raises
+        EOFError or ConnectionError where a child was killed."""
         source, done, number, given = iter(chunks), {}, 0, 0
         chunk = next(source, None)
         while chunk is not None or given < number:

@@ -1,8 +1,7 @@
 """What a model folder says of itself: where answers stop, its generation config, and how it was made.
 
-Transformers refuses to save some generation configs that it reads without a word.
-``check_generation_config(folder)`` is for the start of a run; the merge writes what ``mended`` returns.
-"""
+Transformers refuses to save some generation configs that it reads without a word. ``check_generation_config(folder)``
+is for the start of a run; the merge writes what ``mended`` returns."""
 
 import logging
 from collections.abc import Iterable
@@ -48,10 +47,8 @@ def check_generation_config(folder: Path) -> list[str]:
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A generation config that transformers accepts, and one line for each change.
-
-    Greedy configs lose their sampling settings, which had no effect; what still is refused is reduced to its token ids.
-    """
+    """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
+    settings, which had no effect; what still is refused is reduced to its token ids."""
     result, notes = dict(values), []
     if _problem(values) is None:
         return result, notes

@@ -4,15 +4,17 @@ Exit codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 
 
 import dataclasses
 import errno
+import inspect
 import json
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer import Argument, Option
+import yaml
 
 import fullshard
 from fullshard.errors import UserError
@@ -78,101 +80,73 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-ARGUMENTS = "Variables of the chat template: '{\"enable_thinking\": false}'. Default: those of the merged run."
-Text, Number = str | None, int | None
-Recipe = Annotated[str, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
-Overrides = Annotated[
-    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: train.epochs=3")
-]
-Run = Annotated[str, Argument(metavar="RUN", help="A run folder.")]
-Model = Annotated[str, Argument(metavar="MODEL", help="A Hugging Face model folder or id (owner/name).")]
-Ranks = Annotated[Number, Option(min=1, help="Number of ranks. Default: one per accelerator, else 2.")]
-Step = Annotated[Number, Option(min=1, help="Checkpoint of this step. Default: the newest.")]
-System = Annotated[Text, Option(help="System message.")]
-Longest = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
-Temperature = Annotated[float, Option(min=0.0, help="0 is greedy.")]
-TemplateArguments = Annotated[dict[str, Any] | None, Option(parser=_json_object, metavar="JSON", help=ARGUMENTS)]
-Json = Annotated[bool, Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
-Debug = Annotated[bool, Option("--debug", help="Show the whole traceback of an error.")]
-Version = Annotated[bool, Option("--version", help="Print the version.", is_eager=True, callback=_print_version)]
-Schema = Annotated[
-    bool, Option("--schema", help="Print the recipe's JSON schema.", is_eager=True, callback=_print_schema)
-]
+TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
+TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"]}
+CALLS = {"schema": {"callback": _print_schema}, "version": {"callback": _print_version}}
+CALLS |= {"template_arguments": {"parser": _json_object}}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-@app.callback()
-def _root(version: Version = False, debug: Debug = False) -> None:
+def _verb(takes: str, declare: Any = app.command, verb: str = "", **settings: Any) -> Callable[[Any], Any]:
+    """A verb whose parameters, given by name, are as cli.yaml has them."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            function(**given)
+
+        name = verb or function.__name__
+        parameters = []
+        for key in takes.split():
+            words = dict(TABLE.get(f"{name}.{key}") or TABLE[key]) | CALLS.get(key, {})
+            kind, default = TYPES[words.pop("type")], words.pop("default", inspect.Parameter.empty)
+            describe, names = typer.Argument if words.pop("argument", False) else typer.Option, words.pop("names", ())
+            run.__annotations__[key] = annotation = Annotated[kind, describe(*names, **words)]
+            by_name = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(key, by_name, default=default, annotation=annotation))
+        run.__signature__, run.__doc__ = inspect.Signature(parameters), function.__doc__
+        declare(**settings if declare == app.callback else {"name": name, **settings})(run)
+        return function
+
+    return decorate
+
+
+@_verb("version debug", app.callback)
+def _root(**_: Any) -> None:
     pass
 
 
-@app.command()
-def plan(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    ranks: Ranks = None,
-    devices: Annotated[Text, Option(help="Cards that need not be here: 4x4090, 8xa800-80g, 8x910b3-64g.")] = None,
-    rows: Annotated[Number, Option(min=1, help="Assume this many rows.")] = None,
-    mean_tokens: Annotated[Number, Option(min=1, help="Assume rows this long.")] = None,
-    json_output: Json = False,
-) -> None:
+@_verb("recipe overrides ranks devices rows mean_tokens json_output")
+def plan(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
     """Say what a recipe needs before it runs: memory by cause, batches, time. Exit code 2 where it does not fit."""
-    config = fullshard.load_config(recipe, overrides or ())
-    result = fullshard.make_plan(config, ranks=ranks, devices=devices, rows=rows, mean_tokens=mean_tokens)
+    result = fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), **options)
     _print_json(result) if json_output else print(result.to_text())
 
 
-@app.command()
-def train(
-    recipe: Recipe, overrides: Overrides = None, ranks: Ranks = None, json_output: Json = False, schema: Schema = False
-) -> None:
+@_verb("recipe overrides ranks json_output schema")
+def train(recipe: str, overrides: list[str] | None, ranks: int | None, json_output: bool, schema: bool) -> None:
     """Train a recipe, sharded over ranks that this command starts itself (or under torchrun, its ranks)."""
     _print_trained(fullshard.train_run(recipe, overrides or (), ranks=ranks, quiet=json_output), json_output)
 
 
-@app.command()
-def merge(
-    run: Run,
-    output: Annotated[Text, Option(help="The new folder. Default: RUN/merged.")] = None,
-    step: Step = None,
-    dtype: Annotated[Text, Option(help="fp32, bf16 or fp16. Default: the base model's.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace a merged folder that exists.")] = False,
-    json_output: Json = False,
-) -> None:
+@_verb("run output step dtype overwrite json_output")
+def merge(run: str, json_output: bool, **options: Any) -> None:
     """Write a run's model as an ordinary Hugging Face folder, and prove that it answers as the trained state."""
-    result = fullshard.merge_run(run, output=output, step=step, dtype=dtype, overwrite=overwrite)
+    result = fullshard.merge_run(run, **options)
     _print_json(result) if json_output else print(f"{result.to_text()}\nNext: fullshard chat {result.folder}")
 
 
-@app.command()
-def chat(
-    model: Model,
-    system: System = None,
-    max_new_tokens: Longest = 256,
-    temperature: Temperature = 0.0,
-    template_arguments: TemplateArguments = None,
-) -> None:
+@_verb("model system max_new_tokens temperature template_arguments")
+def chat(model: str, **options: Any) -> None:
     """Talk to a model in the terminal. Ctrl-D or /exit ends it."""
     from fullshard.infer.chat import start_chat
 
-    start_chat(model, system, max_new_tokens, temperature, template_arguments=template_arguments)
+    start_chat(model, **options)
 
 
-@app.command("eval")
-def evaluate(
-    model: Model,
-    data: Annotated[str, Argument(metavar="DATA", help="Held-out rows, a .jsonl file.")],
-    base: Annotated[Text, Option(help="The model before training.")] = None,
-    limit: Annotated[Number, Option(min=1, help="Only the first rows.")] = None,
-    max_new_tokens: Annotated[
-        Number, Option(min=1, help="Longest answer in tokens. Default: the longest expected, and 8.")
-    ] = None,
-    show: Annotated[int, Option(min=0, help="Print the answers to this many rows.")] = 5,
-    template_arguments: TemplateArguments = None,
-    json_output: Json = False,
-) -> None:
+@_verb("model data base limit max_new_tokens show template_arguments json_output", verb="eval")
+def evaluate(model: str, data: str, show: int, json_output: bool, **options: Any) -> None:
     """Measure a model on held-out rows: loss and exact match, next to the base model where --base names it."""
-    settings = {"limit": limit, "max_new_tokens": max_new_tokens, "template_arguments": template_arguments}
-    result = fullshard.evaluate_run(model, data, base, **settings)
+    result = fullshard.evaluate_run(model, data, **options)
     if json_output:
         _print_json(result)
         return
@@ -180,31 +154,20 @@ def evaluate(
     print(result.to_text())
 
 
-@app.command(rich_help_panel=MORE)
-def init(
-    model: Model,
-    data: Annotated[str, Argument(metavar="DATA", help="Your data: .jsonl, .json or .txt.")],
-    output: Annotated[str, Option(help="The recipe to write.")] = "recipe.yaml",
-) -> None:
+@_verb("model data output", rich_help_panel=MORE)
+def init(model: str, data: str, output: str) -> None:
     """Propose a recipe for a model and a data file."""
     from fullshard.recipe_init import write_recipe
 
     print(write_recipe(model, data, output))
 
 
-@app.command(rich_help_panel=MORE)
+@_verb("recipe overrides output show audit page lang json_output", rich_help_panel=MORE)
 def prepare(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    output: Annotated[Text, Option(help="Keep the prepared rows here. Default: keep nothing.")] = None,
-    show: Annotated[int, Option(min=0, help="Print this many rows with what is supervised in them.")] = 3,
-    audit: Annotated[bool, Option("--audit", help="Also look for copies and overlap, and write a page.")] = False,
-    page: Annotated[Text, Option(help="Audit, with this page. Default: [OUTPUT/]audit.html.")] = None,
-    lang: Annotated[Literal["en", "zh"], Option(help="Language of the audit.")] = "en",
-    json_output: Json = False,
+    recipe: str, overrides: list[str] | None, output: str | None, show: int, audit: bool, json_output: bool, **made: Any
 ) -> None:
     """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
-    config = fullshard.load_config(recipe, overrides or ())
+    config, page, lang = fullshard.load_config(recipe, overrides or ()), made["page"], made["lang"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
         audit, path = audit or page or lang != "en", Path(page or Path(output or "") / "audit.html")
@@ -225,14 +188,14 @@ def prepare(
             print(f"Page: {path}")
 
 
-@app.command(rich_help_panel=MORE)
-def resume(run: Run, ranks: Ranks = None, step: Step = None, json_output: Json = False) -> None:
+@_verb("run ranks step json_output", rich_help_panel=MORE)
+def resume(run: str, json_output: bool, **options: Any) -> None:
     """Continue an interrupted run from its newest checkpoint, on any number of ranks."""
-    _print_trained(fullshard.resume_run(run, ranks=ranks, step=step, quiet=json_output), json_output)
+    _print_trained(fullshard.resume_run(run, quiet=json_output, **options), json_output)
 
 
-@app.command(rich_help_panel=MORE)
-def doctor(json_output: Json = False) -> None:
+@_verb("json_output", rich_help_panel=MORE)
+def doctor(json_output: bool) -> None:
     """Check this machine: versions, accelerators, memory, disk, two ranks. Exit code 2 where a check fails."""
     from fullshard.doctor import check_machine
 
@@ -242,33 +205,23 @@ def doctor(json_output: Json = False) -> None:
         raise typer.Exit(2)
 
 
-@app.command(rich_help_panel=MORE)
-def generate(
-    model: Model,
-    prompts: Annotated[list[str], Argument(metavar="PROMPT...", help="One or more prompts.")],
-    system: System = None,
-    max_new_tokens: Longest = 64,
-    temperature: Temperature = 0.0,
-    seed: Annotated[int, Option(help="For a temperature above 0.")] = 0,
-    batch_size: Annotated[int, Option(min=1, help="Prompts answered together.")] = 16,
-    template_arguments: TemplateArguments = None,
-    json_output: Json = False,
-) -> None:
+@_verb(
+    "model prompts system max_new_tokens temperature seed batch_size template_arguments json_output",
+    rich_help_panel=MORE,
+)
+def generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:
     """Answer prompts with a model."""
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "batch_size": batch_size}
-    answers = fullshard.generate_text(model, prompts, system=system, template_arguments=template_arguments, **sampling)
+    answers = fullshard.generate_text(model, prompts, **options)
     pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
     _print_json(pairs) if json_output else print("\n".join(answers))
 
 
-@app.command(rich_help_panel=MORE)
-def quickstart(
-    model: Annotated[Text, Option(help="Your own model folder instead of SmolLM2-135M.")] = None, ranks: Ranks = None
-) -> None:
+@_verb("model ranks", rich_help_panel=MORE)
+def quickstart(**options: Any) -> None:
     """The main job in minutes: plan, train, merge, and compare answers before and after."""
     from fullshard.quickstart import run_quickstart
 
-    run_quickstart(model=model, ranks=ranks)
+    run_quickstart(**options)
 
 
 def _print_trained(result: Any, json_output: bool) -> None:

@@ -101,11 +101,13 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
-            raise DataError(
-                f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has"
-                f" {num_rows} rows (ids 0 to {num_rows - 1}).",
-                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token of the model.",
+            message = (
+                f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {num_rows}"
             )
+            hint = (
+                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token of the model."
+            )
+            raise DataError(f"{message} rows (ids 0 to {num_rows - 1}).", hint)
 
 
 def choose_pad_id(tokenizer: Any) -> int:
@@ -163,21 +165,19 @@ class Renderer:
         if asked and self.loss_on != "all":
             raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")
         if len(messages) > MOST_MESSAGES:
-            raise DataError(
-                f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read.", "Split the conversation."
-            )
+            problem = f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read."
+            raise DataError(problem, "Split the conversation.")
         messages = self._begin(messages, tools)
         learned = [message.get("train") is not False for message in messages]
         given = [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in messages)]
         self._require_read(["tools", *given] if tools else given, "Take a model that knows it, or remove it.")
-        text = self._text(messages)
-        whole = self.encode(text)
+        whole = self.encode(text := self._text(messages))
         self._whole = (messages, text, whole)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers[-1:] if self.loss_on == "last" else answers
-        answers = [i for i in answers if learned[i] and _says_something(messages[i])]
         everything = self.loss_on == "all"
-        turns = [self._turn(messages, i) for i in answers if i or not everything]
+        answers = [i for i in answers if learned[i] and _says_something(messages[i]) and (i or not everything)]
+        turns = [self._turn(messages, i) for i in answers]
         nested = [turn for turn in turns if turn.encoded.ids[: turn.end] == whole.ids[: turn.end]]
         if everything:
             stops = [turn.stop for turn in nested if turn.stop is not None]
@@ -288,11 +288,10 @@ class Renderer:
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
-            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
-            problem = f"The chat template's generation prompt does not begin the rendered assistant turn: {ends}"
-            if header:
-                problem = f"The chat template ignores add_generation_prompt: its header {header!r} would be learned."
-            raise DataError(problem, TEMPLATE_HINT)
+            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}"
+            problem = f"'s generation prompt does not begin the rendered assistant turn: {ends}"
+            problem = f" ignores add_generation_prompt: its header {header!r} would be learned" if header else problem
+            raise DataError(f"The chat template{problem}.", TEMPLATE_HINT)
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
         stop = self._stop(encoded, start, len(through) - len(tail) if through.endswith(tail) else None)
@@ -304,10 +303,9 @@ class Renderer:
         if not words:
             raise DataError(f"The chat template writes nothing of an assistant turn ({shown}).", TEMPLATE_HINT)
         if words == {self.tokenizer.unk_token_id}:
-            raise DataError(
-                f"The tokenizer knows no word of an assistant turn ({shown}): each is {self.tokenizer.unk_token}.",
-                "Take a model with a tokenizer for this language, or add the words: model.add_tokens.",
-            )
+            problem = f"The tokenizer knows no word of an assistant turn ({shown}): each is {self.tokenizer.unk_token}."
+            hint = "Take a model with a tokenizer for this language, or add the words: model.add_tokens."
+            raise DataError(problem, hint)
         return Turn(place, encoded, start, end, stop)
 
     def _opening(self, through: str) -> str:
@@ -354,14 +352,13 @@ class Renderer:
             for i in inside:
                 supervised[i] = True
         if turns and not any(value and ids[i] not in self.special_ids for i, value in enumerate(supervised)):
-            problem = "The chat template's {% generation %} markers mark nothing in a row with an answer."
-            raise DataError(problem, TEMPLATE_HINT)
+            raise DataError("The template's {% generation %} markers mark nothing of an answer.", TEMPLATE_HINT)
         return Rendered(ids, supervised, stops)
 
     def _everything(self, text: str, whole: Encoded, messages: list[Message], learned: list[bool]) -> list[bool]:
         """All tokens supervised but those of messages with ``train: false``, header and end of turn included."""
         supervised = [True] * len(whole.ids)
-        for place in [i for i, value in enumerate(learned) if not value]:
+        for place in (i for i, value in enumerate(learned) if not value):
             before, through = self._text(messages[:place]) if place else "", self._text(messages[: place + 1])
             if not (text.startswith(through) and through.startswith(before)):
                 problem = "The chat template rewrites earlier turns: with loss_on all, train: false cannot be kept."

@@ -108,8 +108,7 @@ def decode_json(text: str, origin: str, hint: str = "Every line must be one whol
 def _json_trouble(error: ValueError | RecursionError) -> str:
     """What the decoder raised: no JSON, a key twice, 5,000 digits, or nested too deeply."""
     if isinstance(error, json.JSONDecodeError):
-        found = error.doc[max(0, error.pos - 20) : error.pos + 20] or "the end"
-        return f"not JSON ({error.msg}): found {found!r}"
+        return f"not JSON ({error.msg}): found {error.doc[max(0, error.pos - 20) : error.pos + 20] or 'the end'!r}"
     return f"not JSON ({'nested too deeply' if isinstance(error, RecursionError) else error})"
 
 

@@ -15,8 +15,7 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version. Rows
     are sorted by a 64-bit hash of (seed, epoch, row): splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
     pseudorandom number generators")."""
-    start = _splitmix64(np.array([seed], dtype=np.uint64))
-    start = _splitmix64(start ^ np.uint64(epoch))
+    start = _splitmix64(_splitmix64(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
     keys = _splitmix64(start ^ _splitmix64(np.arange(num_rows, dtype=np.uint64)))
     return np.argsort(keys, kind="stable").astype(np.int64)
 
@@ -82,10 +81,9 @@ def lay_out(
     cells: list[list[list[int]]] = []
     for sequence in sequences:
         longest = sizes[cells[-1][0][0]] if cells and unit == "tokens" else 1
-        if cells and (len(cells[-1]) + 1) * longest <= count:
-            cells[-1].append(sequence)
-        else:
-            cells.append([sequence])
+        if not cells or (len(cells[-1]) + 1) * longest > count:
+            cells.append([])
+        cells[-1].append(sequence)
 
     def area_of(cell: list[list[int]]) -> int:
         return len(cell) * sizes[cell[0][0]]
@@ -129,7 +127,11 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:
     """One splitmix64 step on uint64 values (wraps around by design)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
+    return scatter(values + np.uint64(0x9E3779B97F4A7C15))
+
+
+def scatter(values: np.ndarray) -> np.ndarray:
+    """Scatter uint64 values over all 64 bits, one to one (the finaliser of SplitMix64, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -137,7 +137,7 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
     """Each row and whether it is held out: ``share`` of them, exact to one row, at least one, drawn from each 100.
     Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left."""
-    seen = drawn = 0
+    seen, drawn = 0, 0
 
     def block_of(row: Row) -> int:
         nonlocal seen
@@ -171,14 +171,11 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
         drawn += len(chosen)
         for place, row in enumerate(block):
             times = int(whole) + (place in chosen)
-            if times:
-                account.used += 1
-                yield row
-            else:
+            account.used += times > 0
+            account.copies += max(0, times - 1)
+            if not times:
                 account.note(account.dropped, "weight of the file", row.origin)
-            for copy in range(1, times):
-                account.copies += 1
-                yield replace(row, copy=copy)
+            yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
@@ -186,8 +183,8 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
     layout, good, first = None, 0, None
     for number, record in records:
         account.read += 1
+        account.blank += record is ...
         if record is ...:
-            account.blank += 1
             continue
         origin = f"{label}:{number}"
         try:
@@ -206,11 +203,10 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         good += 1
         account.shapes[layout[0]] = None
         yield row
+    if not good and first:
+        raise DataError(f"{label}: no row can be used; the first: {first.message}", first.hint)
     if not good:
-        what = (
-            f"{label}: no row can be used; the first: {first.message}" if first else f"{label} is empty: no row in it."
-        )
-        raise DataError(what, first.hint if first else 'A row is, for example, {"text": "..."} on a line.')
+        raise DataError(f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.')
 
 
 def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:
@@ -309,13 +305,10 @@ def _read_list(value: Any, name: str, kind: type, origin: str) -> list[Any]:
 
 
 def _text(value: Any, name: str, origin: str) -> str:
-    if isinstance(value, list) and value and all(_is_text(part) for part in value):
-        return "".join(part["text"] for part in value)
+    """A text, also given in parts of text alone, as OpenAI's files may have it."""
+    texts = [part.get("text") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+    if texts and value == [{"type": "text", "text": str(text)} for text in texts]:
+        return "".join(texts)
     if not isinstance(value, str):
         raise BadRow(origin, f"{name} is no string: found {value!r:.40}", "Write the value in quotes.")
     return value
-
-
-def _is_text(part: Any) -> bool:
-    """Whether a part of a content is text alone, as OpenAI's files may have it."""
-    return isinstance(part, dict) and part == {"type": "text", "text": str(part.get("text"))}

@@ -66,13 +66,11 @@ class Workers:
 
     def _receive(self, done: dict[int, Any]) -> None:
         for worker in wait(list(self._busy), None if self._ready else 0):
-            answer = worker.recv()
-            if answer == SETUP:
+            if (answer := worker.recv()) == SETUP:
                 worker.send(self._setup)
                 continue
             self._idle.append(worker)
-            number = self._busy.pop(worker)
-            if number is not None:
+            if (number := self._busy.pop(worker)) is not None:
                 done[number] = answer
 
     def _start(self) -> None:

@@ -1,7 +1,6 @@
-"""fullshard: fine-tune transformer language models with fully sharded data parallelism.
-
-The Python API is the same that the command line calls. Every name is imported on first use, so that ``import
-fullshard`` costs nothing and loads neither torch nor transformers."""
+"""fullshard: fine-tune transformer language models with fully sharded data parallelism. The Python API is what the
+command line calls; names are imported on first use, so that ``import fullshard`` loads neither torch nor
+transformers."""
 
 from __future__ import annotations
 

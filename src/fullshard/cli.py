@@ -1,6 +1,5 @@
-"""The command line: parse, call the Python API, print. Imports neither torch nor transformers itself.
-
-Exit codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 stopped by Ctrl-C."""
+"""The command line: parse, call the Python API, print. Imports neither torch nor transformers itself. Exit codes: 0
+done, 1 an unexpected error, 2 a problem that the user can solve, 130 stopped by Ctrl-C."""
 
 import dataclasses
 import errno
@@ -271,8 +270,7 @@ def _report(problem: UserError) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code: 0, 1 (unexpected), 2 (the user's to solve) or 130 (Ctrl-C). A
-    UserError becomes its message and hint on stderr. Other exceptions become one line. ``--debug`` shows tracebacks."""
+    """Run the command line and exit with its code. ``--debug`` shows tracebacks."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal that knows no Chinese is no reason to fail

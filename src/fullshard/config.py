@@ -1,7 +1,4 @@
-"""The recipe: every key, its limits and its default; recipe.yaml says what it means. Imports no torch.
-
-``load_config(path, overrides)`` reads YAML, applies ``key=value`` overrides and returns a frozen ``RunConfig``, or
-raises one ConfigError that lists every problem at once."""
+"""The recipe: every key, its limits and its default; recipe.yaml says what it means. Imports no torch."""
 
 from __future__ import annotations
 
@@ -230,9 +227,8 @@ YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, Attribut
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config. Relative paths inside a recipe
-    are taken from the folder in which the command runs. Raises ConfigError with every problem found, each with its key,
-    what was given and what fits."""
+    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config. Relative paths start where the
+    command runs. Raises one ConfigError with every problem found."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")

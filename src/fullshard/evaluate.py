@@ -1,6 +1,5 @@
-"""Judge a model on rows of data: loss per supervised token, and greedy answers compared with the expected ones.
-
-The loss is the one of training (``fullshard.train.loss`` through ``held_out_loss``), so the two may be compared."""
+"""Judge a model on rows of data: training's loss per supervised token, and greedy answers compared with the expected
+ones."""
 
 from __future__ import annotations
 
@@ -108,11 +107,10 @@ def evaluate_run(
     progress: Progress | None = None,
     template_arguments: dict[str, Any] | None = None,
 ) -> EvalResult:
-    """Evaluate a model folder on a data file, and ``base`` on the same rows next to it. ``limit``: only the first rows.
+    """Evaluate a model folder on a data file, and ``base`` on the same rows. ``limit``: only the first rows.
     ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
-    (columns, system, template_arguments, loss_on) that say how rows are read; default: those of the run that the model
-    was merged from, else none. Raises DataError where no row can be used, ModelError, ConfigError.
-    ``template_arguments`` go before those of the settings."""
+    that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
+    DataError where no row can be used, ModelError, ConfigError."""
     if settings is None:
         settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
     if template_arguments is not None:

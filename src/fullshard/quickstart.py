@@ -1,7 +1,5 @@
-"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare before and after.
-
-The recipe and the data ship in ``quickstart_data/``; the model is the built-in SmolLM2-135M-Instruct or the user's own.
-"""
+"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare before and
+after."""
 
 import gc
 import json
@@ -61,9 +59,8 @@ class QuickstartResult:
 def run_quickstart(
     model: str | Path | None = None, output: str | Path | None = None, ranks: int | None = None
 ) -> QuickstartResult:
-    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json. ``model``: a folder
-    or id (default: the built-in model, converted once). ``output``: the run folder (default: the first free one of
-    ./runs/quickstart, ./runs/quickstart-2, ...). ``ranks``: default every accelerator, else 2. Raises UserError."""
+    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json. ``model``: default
+    the built-in one. ``output``: default the first free run folder of ./runs/quickstart, -2, ... Raises UserError."""
     from transformers.utils.logging import disable_progress_bar
 
     from fullshard.model.fetch import fetch_model

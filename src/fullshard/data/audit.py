@@ -19,9 +19,8 @@ STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then p
 
 @dataclass
 class Audit:
-    """Row accounting of one split, or of a part of it: see ``add``. A source row is used or dropped; all tokens add up.
-    ``length_histogram``: training rows by tokens before cutting; the key is the least length of its bucket: steps of 32
-    tokens up to 2,048, then powers of two."""
+    """Row accounting of one split or a part of it. ``length_histogram``: training rows by tokens before cutting; the
+    key is the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
 
     rows: int = 0  # source rows read, without copies by weight
     copies: int = 0

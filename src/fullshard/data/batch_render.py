@@ -1,12 +1,10 @@
 """Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
 A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
-roles are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such
-row, as distances to a content's borders.
-A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a
-string that the template or the special tokens know, or the message has more than role and content. And the fast way is
-checked against the slow one on the first rows of each sequence of roles and on every 200th after them; it is given up
-for a sequence of roles at the first difference."""
+roles are that text with their contents put in. The mask's borders are learnt from the first row, as distances to a
+content's borders. Rows for which that could differ (see ``_is_plain``) go the slow way (``Renderer``), against which
+the first rows of each sequence of roles and every 200th are checked; at the first difference it is given up for these
+roles."""
 
 import re
 from bisect import bisect_left, bisect_right

@@ -24,9 +24,8 @@ class Batch:
 
 
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
-    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id``. What is padding is known by
-    length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch, the first tokens (at most 8)
-    of row 0 with every label -100."""
+    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id`` (known by length, so it may
+    be eos). No sequences: the fill batch, the first tokens (at most 8) of row 0 without labels."""
     content = [[data.row(row) for row in sequence] for sequence in sequences]
     if not content:
         ids, supervised = data.row(0)

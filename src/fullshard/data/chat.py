@@ -1,11 +1,10 @@
 """From messages or text to token ids and the mask of supervised tokens, for any chat template: the one place where ids
-are made, for training, evaluation and answers.
+are made.
 
 An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
 and including the turn. Where all turns begin the whole conversation it is one training row; where the template rewrites
-earlier turns, each turn is a row of its own. Inside a turn the template's ``{% generation %}`` markers decide what is
-supervised, where it has them. A template that allows none of this is refused with the property that stands in the way.
-"""
+earlier turns, each is a row of its own. Inside a turn ``{% generation %}`` markers decide what is supervised. A
+template that allows none of this is refused."""
 
 import hashlib
 import json
@@ -158,9 +157,8 @@ class Renderer:
             raise DataError(f"{row.origin}: {error.message}", error.hint) from None
 
     def chat(self, messages: list[Message], tools: list[Any] | None = None) -> list[Rendered]:
-        """The training rows of a conversation: one, or one per assistant turn where the template rewrites history.
-        Messages with ``train: false`` are read and not learned. A row without any supervised token is returned as such
-        (the audit decides). Raises DataError for a template with which no right mask can be made."""
+        """The training rows of a conversation: one, or one per assistant turn where the template rewrites history. A
+        row without any supervised token is returned as such. Raises DataError where no right mask can be made."""
         asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
         if asked and self.loss_on != "all":
             raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")

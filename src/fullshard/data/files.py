@@ -1,7 +1,6 @@
-"""Where rows come from: file formats, folders and data set ids, as records with the line at which each begins.
-
-Parquet files and data sets have no lines: the number is the row's. Where the borders between rows are lost (a damaged
-JSON list, CSV quotes, a compressed stream, Parquet), reading stops; all else that is wrong with a row is a BadRow."""
+"""Where rows come from: file formats, folders and data set ids, as records with the line (Parquet, data sets: row) at
+which each begins. Where the borders between rows are lost (a damaged JSON list, CSV quotes, a compressed stream,
+Parquet), reading stops; all else that is wrong with a row is a BadRow."""
 
 import csv
 import io

@@ -1,7 +1,5 @@
-"""Which rows make an optimizer step (windows), and how a window lies on ranks and micro-batches (lay_out).
-
-No torch here. A window depends on the data, the seed, the epoch and the global batch only; ranks, micro-batches and
-packing only lay it out, so that every layout has the same loss."""
+"""Which rows make an optimizer step (windows: by data, seed, epoch and global batch only), and how a window lies on
+ranks and micro-batches (lay_out), with the same loss in every layout. No torch here."""
 
 import heapq
 
@@ -12,9 +10,8 @@ from fullshard.errors import ConfigError
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version. Rows
-    are sorted by a 64-bit hash of (seed, epoch, row): splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
-    pseudorandom number generators")."""
+    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch on every machine: rows sorted by a hash of
+    (seed, epoch, row), splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")."""
     start = _splitmix64(_splitmix64(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
     keys = _splitmix64(start ^ _splitmix64(np.arange(num_rows, dtype=np.uint64)))
     return np.argsort(keys, kind="stable").astype(np.int64)
@@ -23,10 +20,9 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def windows(
     lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
 ) -> list[np.ndarray]:
-    """The row ids (int64) of each optimizer step of ``epoch``, in order; each row is in exactly one window.
-    ``lengths``: tokens of each row. ``quantity``: (64, "rows") takes 64 rows a step; (65536, "tokens") takes rows until
-    the next one would exceed the count, and at least one. The last window may be smaller; ``drop_last`` leaves it
-    out."""
+    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens of each row. ``quantity``:
+    (64, "rows"), or (65536, "tokens"): rows until the next one would exceed it, at least one. ``drop_last`` leaves a
+    smaller last one out."""
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":
@@ -44,8 +40,7 @@ def windows(
 
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
-    """(epoch, row ids) of every optimizer step of a run: a function of data, seed, epochs and global_batch only. A part
-    of an epoch is at least one step. ConfigError where drop_last leaves none."""
+    """(epoch, row ids) of every optimizer step of a run; a part of an epoch is at least one. ConfigError for none."""
     quantity = parse_quantity(train.global_batch)
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
@@ -64,12 +59,11 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
 def lay_out(
     window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: tuple[int, str], packing: bool, max_length: int
 ) -> list[list[list[list[int]]]]:
-    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids. Every row is in
-    exactly one sequence and stays whole. Every rank has the same number of micro-batches; an empty list of sequences
-    stands for a fill batch of weight zero. With ``packing`` a sequence holds rows of together at most ``max_length``
-    tokens, else one row. ``micro`` limits the sequences of a rank's micro-batch: (4, "rows") to 4 sequences, (4096,
-    "tokens") to a padded area (sequences x longest) of 4096, but at least one sequence. Sequences of similar length lie
-    together, micro-batches of similar area side by side on the ranks."""
+    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids, each whole and in
+    one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
+    a sequence holds at most ``max_length`` tokens, else one row. ``micro``: (4, "rows"), at most 4 sequences, or (4096,
+    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar lengths lie together, similar
+    areas side by side on the ranks."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))

@@ -1,11 +1,9 @@
 """The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
 
-A split's folder holds safetensors files: ``tokens`` (int32, all rows end to end), ``supervised`` (bool, same length)
-and ``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64: a hash of what
-the source row says; ``targets`` int32), and ``meta.json``. Beside them lies ``data.json``, what ``prepare`` returns.
-All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the folder, which gets its name when it is
-whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on
-there."""
+A split's folder holds safetensors files: ``tokens`` (int32, rows end to end), ``supervised`` (bool, same length),
+``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64, a hash; ``targets``
+int32), and ``meta.json``; beside them data.json. All is a stream into ``.NAME.partial``, whose journal says how far the
+files are right: an interrupted preparation of the same inputs goes on there."""
 
 import hashlib
 import json
@@ -96,14 +94,13 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 
 
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Tokenise, mask and audit the recipe's data into ``folder`` and return the content of data.json. The folder
-    appears whole or not at all; one made from the same inputs (by the files' bytes) is kept. Keys of the result:
-    ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be None), ``supervised_tokens``
-    and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training rows, ``longest`` (row as
-    written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``, ``exact_duplicates``
-    (training rows that repeat an earlier one: ``rows``, ``places``: first pairs of origins), ``overlap`` (training rows
-    that occur in eval, the same way; ``duplicates``: their number) and ``report`` (lines to print). Raises DataError
-    for anything in the data that cannot be trained on."""
+    """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
+    a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``shape``, ``train`` and
+    ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
+    rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
+    ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
+    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). Raises DataError for what cannot be trained
+    on."""
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)

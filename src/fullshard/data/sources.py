@@ -56,9 +56,8 @@ class Row:
 
 @dataclass
 class Account:
-    """What became of the records: read = used + dropped + bad + blank (+ held_out, of a share in another split).
-    ``copies`` are the repeats by weight beside. ``used`` and ``dropped`` are of the reading until an audit has its
-    say."""
+    """What became of the records: read = used + dropped + bad + blank (+ held_out); ``copies`` by weight are beside.
+    ``used`` and ``dropped`` are of the reading until an audit has its say."""
 
     read: int = 0
     used: int = 0
@@ -119,8 +118,7 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
 
 
 def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
-    """Label and SHA-256 of the bytes of each file of the rows; no row is read. Raises DataError where one is missing. A
-    data set of the Hugging Face hub has its fingerprint instead: of commit, files and split."""
+    """Label and SHA-256 of each file of the rows (or a hub's fingerprint); no row is read. Raises DataError."""
     for entry in paths if isinstance(paths, list) else [paths]:
         for label, records, content in open_records(getattr(entry, "path", str(entry)), data.source):
             if isinstance(content, str):

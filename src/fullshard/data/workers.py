@@ -1,7 +1,5 @@
-"""Processes that render chunks of rows, as many as there are cores; a small input needs none.
-
-One child reads the tokenizer (without torch) and forks into the others, before any thread of it exists. Each has a
-socket to this process; when that closes, however this process ended, the child ends too."""
+"""Processes that render chunks of rows, as many as there are cores; a small input needs none. One child reads the
+tokenizer (without torch) and forks into the others; when its socket to this process closes, a child ends."""
 
 import os
 import signal

@@ -42,10 +42,9 @@ def start_chat(
     reader: TextIO | None = None,
     writer: TextIO | None = None,
 ) -> int:
-    """Talk until /exit or the end of input; returns the number of answers given. Each line is one user message. A model
-    without a chat template completes each line by itself, without memory. ``template_arguments``: variables of the chat
-    template; default: those of the run that the model was merged from. ``reader`` and ``writer`` default to the
-    terminal. Raises UserError only where the model cannot be loaded or the settings do not fit it."""
+    """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
+    template completes each by itself. ``template_arguments``: default those of the merged run. Raises UserError where
+    the model cannot be loaded or the settings do not fit it."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False)
     answerer = load_for_inference(model, template_arguments)

@@ -1,7 +1,5 @@
-"""Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls.
-
-Prompts are padded on the left by us, whatever the tokenizer's file says, and pads are masked by place, so that the pad
-token may equal the stop token. Shapes: B prompts of a batch, S tokens of the longest prompt."""
+"""Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls. Prompts are
+padded on the left and pads masked by place, so that pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,9 +50,8 @@ class Answerer:
 
 
 def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
-    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole.
-    ``template_arguments``: variables of the chat template; default: those of the run that the folder was merged
-    from."""
+    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError. ``template_arguments``:
+    variables of the chat template; default: those of the run that the folder was merged from."""
     if isinstance(model, Answerer):
         return model if template_arguments is None else replace(model, template_arguments=template_arguments)
     folder = fetch_model(model)
@@ -81,11 +78,10 @@ def generate_text(
     progress: Callable[[int, int], None] | None = None,
     template_arguments: dict[str, Any] | None = None,
 ) -> list[str]:
-    """The answers to ``prompts``, in their order, without special tokens. ``temperature`` 0 is greedy; above, tokens
-    are sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``system`` is put before prompts
-    that have no system message. ``progress``: called with (done, in all). ``template_arguments``: variables of the chat
-    template; default: those of the run that the model was merged from. Raises ConfigError for settings that do not fit
-    and for a prompt that with its answer exceeds the model's positions."""
+    """The answers to ``prompts``, in order, without special tokens. ``temperature`` 0 is greedy; above, tokens are
+    sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``system``: for prompts that have none.
+    ``progress``: (done, in all). ``template_arguments``: default those of the merged run. Raises ConfigError for
+    settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
     answers = generate_ids(answerer, prompt_ids, max_new_tokens, temperature, seed, batch_size, top_p, progress)

@@ -1,7 +1,5 @@
-"""What a model folder says of itself: where answers stop, its generation config, and how it was made.
-
-Transformers refuses to save some generation configs that it reads without a word. ``check_generation_config(folder)``
-is for the start of a run; the merge writes what ``mended`` returns."""
+"""What a model folder says of itself: where answers stop, its generation config (of which transformers refuses to save
+some that it reads), and how it was made."""
 
 import logging
 from collections.abc import Iterable

@@ -19,10 +19,9 @@ WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 
 
 def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en") -> dict[str, Any]:
-    """Prepare the recipe's data into ``folder``, write the HTML page to ``page_path`` and return data.json's content.
-    Its new key "audit", also written to the folder's data.json, holds figures and ``histograms`` of each split's rows,
-    and ``near`` and ``near_eval``: ``rows`` (different training rows like another one, or like one of eval) and
-    ``places``, of the first 100: [row, what it is like, Jaccard index]. ``lang``: en or zh. Raises what prepare
+    """Prepare the recipe's data into ``folder``, write the HTML page and return data.json's content, with the new key
+    "audit": figures and ``histograms`` of each split, ``near`` and ``near_eval``: ``rows`` (training rows like another
+    one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises what prepare
     raises."""
     result = prepare(config, folder := Path(folder))
     splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}

@@ -233,12 +233,9 @@ def _print_trained(result: Any, json_output: bool) -> None:
 
 def _print_answers(result: Any, count: int) -> None:
     """A table of the first answers: expected, the base's where there is one, the model's."""
-    rows = [[answer.prompt, answer.expected, answer.answer] for answer in result.answers[:count]]
-    names = ["question", "expected", "answer"]
-    if result.base:
-        names.insert(2, "base answer")
-        for row, answer in zip(rows, result.base.answers, strict=False):
-            row.insert(2, answer.answer)
+    names = ["question", "expected", *(["base answer"] if result.base else []), "answer"]
+    said = zip(*(each.answers[:count] for each in (result.base, result) if each), strict=False)
+    rows = [[each[-1].prompt, each[-1].expected, *(answer.answer for answer in each)] for each in said]
     _print_table(names, rows, show_lines=True)
 
 
@@ -263,12 +260,6 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def _report(problem: UserError) -> None:
-    lines = [f"Error: {problem.message}", f"  -> {problem.hint}"] if problem.hint else [f"Error: {problem.message}"]
-    if not problem.told:
-        print("\n".join(lines), file=sys.stderr)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code. ``--debug`` shows tracebacks."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -281,11 +272,11 @@ def main(arguments: list[str] | None = None) -> None:
         if "--debug" in arguments:
             traceback.print_exc()
         known = _as_user_error(problem)
-        code = 2 if known else 1
+        code, text = 2 if known else 1, f"{type(problem).__name__}: {problem} (run again with --debug)"
         if known:
-            _report(known)
-        else:
-            print(f"Error: {type(problem).__name__}: {problem} (run again with --debug)", file=sys.stderr)
+            text = f"{known.message}\n  -> {known.hint}" if known.hint else known.message
+        if not (known and known.told):
+            print(f"Error: {text}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -147,8 +147,7 @@ def evaluate_run(
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
     """The rows as the training sees them, without those that are too long or have nothing to learn."""
     limit = answerer.max_positions or NO_LIMIT
-    used, left_out = [], []
-    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
+    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
     for row in rows:
         for part in renderer.row(row):
             if len(part.ids) > limit:
@@ -171,10 +170,8 @@ def _answers(
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for row in asked]
-    if max_new_tokens is None:
-        max_new_tokens = max(map(len, taught)) + SPARE_TOKENS
-    limit = answerer.max_positions or NO_LIMIT
-    fitting, prompts, left_out = [], [], []
+    max_new_tokens = max_new_tokens or max(map(len, taught)) + SPARE_TOKENS
+    limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
     for row, wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < max_new_tokens:

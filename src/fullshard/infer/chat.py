@@ -27,8 +27,7 @@ class ConsoleStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called by ``generate`` with each finished piece of text."""
         self.text += text
-        self._writer.write(text)
-        self._writer.flush()
+        print(text, end="", file=self._writer, flush=True)
 
 
 def start_chat(
@@ -46,13 +45,11 @@ def start_chat(
     template completes each by itself. ``template_arguments``: default those of the merged run. Raises UserError where
     the model cannot be loaded or the settings do not fit it."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
-    console = Console(file=writer, highlight=False)
+    console = Console(file=writer, highlight=False, style="dim")
     answerer = load_for_inference(model, template_arguments)
-    if answerer.has_template:
-        console.print(f"[dim]{HELP}[/dim]")
-    else:
+    if not answerer.has_template:
         prompt_tokens(answerer, "", system)  # refuses a system message
-        console.print(f"[dim]no chat template: every line is completed by itself; {HELP}[/dim]")
+    console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
     settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     messages: list[dict[str, str]] = []
     num_answers = 0
@@ -64,16 +61,16 @@ def start_chat(
                 break
             if text == "/reset":
                 messages.clear()
-                console.print("[dim]the conversation starts anew[/dim]")
+                console.print("the conversation starts anew")
             elif text.startswith("/") and " " not in text:
-                console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
+                console.print(f"{escape(text)} is unknown; {HELP}")
             elif text:
                 messages.append({"role": "user", "content": text})
                 try:
                     answer = _answer(answerer, messages, system, settings, writer)
                 except UserError as error:
                     messages.pop()
-                    console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
+                    console.print(f"[not dim yellow]{escape(str(error))}[/]\n/reset makes room")
                     continue
                 messages.append({"role": "assistant", "content": answer})
                 num_answers += 1
@@ -110,6 +107,5 @@ def _answer(answerer: Answerer, messages: list[Any], system: str | None, setting
             out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:
         out.write(" [stopped]")
-    out.write("\n")
-    out.flush()
+    print(file=out, flush=True)
     return streamer.text

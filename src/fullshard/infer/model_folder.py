@@ -17,10 +17,7 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_tok
 
 def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
     """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
-    ids: list[int] = []
-    for group in groups:
-        ids += [group] if isinstance(group, int) else list(group or ())
-    return list(dict.fromkeys(ids))
+    return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -2,21 +2,8 @@
 command line calls; names are imported on first use, so that ``import fullshard`` loads neither torch nor
 transformers."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fullshard.config import load_config
-    from fullshard.data.prepared import prepare as prepare_data
-    from fullshard.errors import UserError
-    from fullshard.evaluate import evaluate_run
-    from fullshard.infer.generate import generate_text
-    from fullshard.launch import resume_run, train_run
-    from fullshard.merge.job import merge_run
-    from fullshard.planning.search import make_plan
-    from fullshard.report.data import audit_data
+from typing import Any
 
 _PLACES = {
     "UserError": ("fullshard.errors", "UserError"),

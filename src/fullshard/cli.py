@@ -67,9 +67,9 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _print_schema(wanted: bool) -> None:
     if wanted:
-        from fullshard.config import recipe_schema
+        from fullshard.config import RunConfig
 
-        _print_json(recipe_schema())
+        _print_json(RunConfig.model_json_schema())
         raise typer.Exit
 
 
@@ -86,32 +86,35 @@ CALLS |= {"template_arguments": {"parser": _json_object}}
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def _verb(takes: str, declare: Any = app.command, verb: str = "", **settings: Any) -> Callable[[Any], Any]:
-    """A verb whose parameters, given by name, are as cli.yaml has them."""
+def _with_options(function: Callable[..., None], takes: str, name: str) -> Callable[..., None]:
+    """``function`` as typer reads it: its parameters, given by name, are as cli.yaml has them."""
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            function(**given)
+    def run(**given: Any) -> None:
+        function(**given)
 
+    parameters, run.__doc__ = [], function.__doc__
+    for key in takes.split():
+        words = dict(TABLE.get(f"{name}.{key}") or TABLE[key]) | CALLS.get(key, {})
+        kind, default = TYPES[words.pop("type")], words.pop("default", inspect.Parameter.empty)
+        describe, names = typer.Argument if words.pop("argument", False) else typer.Option, words.pop("names", ())
+        run.__annotations__[key] = annotation = Annotated[kind, describe(*names, **words)]
+        parameters.append(
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    run.__signature__ = inspect.Signature(parameters)
+    return run
+
+
+def _verb(takes: str, panel: str | None = None, verb: str = "") -> Callable[[Any], Any]:
+    def declare(function: Callable[..., None]) -> Callable[..., None]:
         name = verb or function.__name__
-        parameters = []
-        for key in takes.split():
-            words = dict(TABLE.get(f"{name}.{key}") or TABLE[key]) | CALLS.get(key, {})
-            kind, default = TYPES[words.pop("type")], words.pop("default", inspect.Parameter.empty)
-            describe, names = typer.Argument if words.pop("argument", False) else typer.Option, words.pop("names", ())
-            run.__annotations__[key] = annotation = Annotated[kind, describe(*names, **words)]
-            by_name = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(key, by_name, default=default, annotation=annotation))
-        run.__signature__, run.__doc__ = inspect.Signature(parameters), function.__doc__
-        declare(**settings if declare == app.callback else {"name": name, **settings})(run)
+        app.command(name, rich_help_panel=panel)(_with_options(function, takes, name))
         return function
 
-    return decorate
+    return declare
 
 
-@_verb("version debug", app.callback)
-def _root(**_: Any) -> None:
-    pass
+app.callback()(_with_options(lambda **_: None, "version debug", ""))
 
 
 @_verb("recipe overrides ranks devices rows mean_tokens json_output")
@@ -153,7 +156,7 @@ def evaluate(model: str, data: str, show: int, json_output: bool, **options: Any
     print(result.to_text())
 
 
-@_verb("model data output", rich_help_panel=MORE)
+@_verb("model data output", MORE)
 def init(model: str, data: str, output: str) -> None:
     """Propose a recipe for a model and a data file."""
     from fullshard.recipe_init import write_recipe
@@ -161,7 +164,7 @@ def init(model: str, data: str, output: str) -> None:
     print(write_recipe(model, data, output))
 
 
-@_verb("recipe overrides output show audit page lang json_output", rich_help_panel=MORE)
+@_verb("recipe overrides output show audit page lang json_output", MORE)
 def prepare(
     recipe: str, overrides: list[str] | None, output: str | None, show: int, audit: bool, json_output: bool, **made: Any
 ) -> None:
@@ -187,13 +190,13 @@ def prepare(
             print(f"Page: {path}")
 
 
-@_verb("run ranks step json_output", rich_help_panel=MORE)
+@_verb("run ranks step json_output", MORE)
 def resume(run: str, json_output: bool, **options: Any) -> None:
     """Continue an interrupted run from its newest checkpoint, on any number of ranks."""
     _print_trained(fullshard.resume_run(run, quiet=json_output, **options), json_output)
 
 
-@_verb("json_output", rich_help_panel=MORE)
+@_verb("json_output", MORE)
 def doctor(json_output: bool) -> None:
     """Check this machine: versions, accelerators, memory, disk, two ranks. Exit code 2 where a check fails."""
     from fullshard.doctor import check_machine
@@ -204,10 +207,7 @@ def doctor(json_output: bool) -> None:
         raise typer.Exit(2)
 
 
-@_verb(
-    "model prompts system max_new_tokens temperature seed batch_size template_arguments json_output",
-    rich_help_panel=MORE,
-)
+@_verb("model prompts system max_new_tokens temperature seed batch_size template_arguments json_output", MORE)
 def generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:
     """Answer prompts with a model."""
     answers = fullshard.generate_text(model, prompts, **options)
@@ -215,7 +215,7 @@ def generate(model: str, prompts: list[str], json_output: bool, **options: Any) 
     _print_json(pairs) if json_output else print("\n".join(answers))
 
 
-@_verb("model ranks", rich_help_panel=MORE)
+@_verb("model ranks", MORE)
 def quickstart(**options: Any) -> None:
     """The main job in minutes: plan, train, merge, and compare answers before and after."""
     from fullshard.quickstart import run_quickstart

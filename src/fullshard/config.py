@@ -17,9 +17,7 @@ from fullshard.errors import ConfigError
 from fullshard.words import answer_word
 
 OTHER_LORA_STARTS = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "orthogonal", "gaussian", "qalora", "lora+")
-TEXTS = yaml.load(
-    Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-)
+TEXTS = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
 QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
 
 
@@ -100,16 +98,6 @@ class LoraSection(Section):
     alpha: float = Field(32.0, gt=0)
     targets: str | list[str] = "all-linear"
     variant: Literal["lora", "rslora", "dora"] = "lora"
-
-    @field_validator("variant", mode="before")
-    @classmethod
-    def _known_variant(cls, value: object) -> object:
-        """Starts from the base's singular vectors or from data would make ranks disagree or need the whole weight."""
-        if str(value).lower() in OTHER_LORA_STARTS:
-            starts = "it starts from whole weights taken apart or from data, which a sharded load does not have"
-            fit = "lora, rslora and dora fit (A uniform, B zero, from train.seed)"
-            raise ValueError(f"{value} is refused: {starts}; {fit}")
-        return value
 
 
 class TrainSection(Section):
@@ -198,11 +186,6 @@ def recipe_keys() -> list[str]:
     return keys
 
 
-def recipe_schema() -> dict[str, Any]:
-    """The recipe's JSON schema, for editors."""
-    return RunConfig.model_json_schema()
-
-
 class _RecipeLoader(yaml.SafeLoader):
     """YAML in which a key occurs once, 1e-4 is a number, and no alias repeats a part (bombs are made of them)."""
 
@@ -220,9 +203,8 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-)
+NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)  # the last three: !!int abc
 
 
@@ -289,6 +271,10 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"unknown key {key}" + (f"; did you mean {nearest[0]}?" if nearest else "")
     if kind == "missing":
         return f"{key} is missing"
+    if key == "lora.variant" and str(problem["input"]).lower() in OTHER_LORA_STARTS:
+        starts = "it starts from whole weights taken apart or from data, which a sharded load does not have"
+        fit = "lora, rslora and dora fit (A uniform, B zero, from train.seed)"
+        return f"{key}: {problem['input']} is refused: {starts}; {fit}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if kind == "value_error" or key == "recipe":

@@ -18,7 +18,6 @@ from packaging.version import Version
 from fullshard.errors import ConfigError
 from fullshard.planning.hardware import find_accelerator, read_host
 
-MINIMUM_PYTHON = "3.11"
 MINIMUM_VERSIONS = {"torch": "2.11", "transformers": "5.17", "peft": "0.21", "safetensors": "0.8"}
 RANKS_TIMEOUT_SECONDS = 30
 NEEDED_MEMORY_GB = 4  # the quickstart: two processes and a 135M model in fp32
@@ -74,7 +73,8 @@ class MachineReport:
 
 def check_machine() -> MachineReport:
     """Run every check in order; about 10 s, nothing is installed or changed. What cannot run is a finding."""
-    checks = [_check_python(), *(_check_package(name, least) for name, least in MINIMUM_VERSIONS.items())]
+    checks = [Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")]  # an old one installs nothing
+    checks += [_check_package(name, least) for name, least in MINIMUM_VERSIONS.items()]
     if checks[1].ok != "fail":  # torch is there
         checks.append(_check_build())
     usable = "fail" not in (checks[1].ok, checks[-1].ok)
@@ -87,12 +87,6 @@ def check_machine() -> MachineReport:
 def _judge(name: str, level: str, finding: str, fix: str) -> Check:
     """A check that found ``level`` (warn or fail, with its fix) or, without one, nothing wrong."""
     return Check(name, level, finding, fix) if level else Check(name, "ok", finding)
-
-
-def _check_python() -> Check:
-    level = "fail" if Version(platform.python_version()) < Version(MINIMUM_PYTHON) else ""
-    finding = f"{platform.python_version()} ({sys.executable})"
-    return _judge("Python", level, finding, f"Use Python {MINIMUM_PYTHON} or newer.")
 
 
 def _check_package(name: str, least: str) -> Check:

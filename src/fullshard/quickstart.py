@@ -16,7 +16,8 @@ from rich.text import Text
 
 import fullshard
 from fullshard.doctor import check_machine
-from fullshard.errors import Blame, ConfigError, UserError
+from fullshard.errors import ConfigError, UserError
+from fullshard.recipe_init import write_new
 from fullshard.run_folder import free_run, write_json
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
@@ -128,11 +129,7 @@ def write_recipe(model: Path, run: Path) -> Path:
     places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
     names = re.compile(rf"\b({'|'.join(places)})\b")
     text = names.sub(lambda match: json.dumps(str(places[match[1]]), ensure_ascii=False), text)
-    with Blame(ConfigError, f"{path} cannot be written", "Run it in a folder of yours."):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    return path
+    return write_new(path, text, "Run it in a folder of yours.")
 
 
 def answer_table(result: QuickstartResult) -> Table:

@@ -39,11 +39,17 @@ class Lengths:
 def write_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> str:
     """Write the proposal and return what to print. ConfigError where the file exists or cannot be written."""
     text, path = propose_recipe(model, data, output)
-    with Blame(ConfigError, f"The recipe {path} cannot be written", "Name another: --output FILE"):
+    write_new(path, text, "Name another: --output FILE")
+    return f"{text}\nWritten to {path}. Next: fullshard plan {path}, then: fullshard train {path}"
+
+
+def write_new(path: Path, text: str, hint: str) -> Path:
+    """Write a recipe where no file is; ConfigError, with ``hint``, where that cannot be."""
+    with Blame(ConfigError, f"The recipe {path} cannot be written", hint):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
-    return f"{text}\nWritten to {path}. Next: fullshard plan {path}, then: fullshard train {path}"
+    return path
 
 
 def propose_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> tuple[str, Path]:

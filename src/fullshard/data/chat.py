@@ -100,13 +100,10 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
-            message = (
-                f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {num_rows}"
-            )
-            hint = (
-                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token of the model."
-            )
-            raise DataError(f"{message} rows (ids 0 to {num_rows - 1}).", hint)
+            rows = f"{num_rows} rows (ids 0 to {num_rows - 1})"
+            message = f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {rows}."
+            hint = f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose another {name} token."
+            raise DataError(message, hint)
 
 
 def choose_pad_id(tokenizer: Any) -> int:

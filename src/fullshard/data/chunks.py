@@ -34,8 +34,7 @@ class Part:
 
 def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
     """The rows in chunks; where reading fails, those before it and then the error."""
-    chunk: Chunk = []
-    size, failure = 0, None
+    chunk, size, failure = [], 0, None
     try:
         for split, row in rows:
             chunk.append((split, row))
@@ -45,10 +44,7 @@ def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
                 chunk, size = [], 0
     except UserError as error:
         failure = error
-    if chunk:
-        yield chunk
-    if failure:
-        yield failure
+    yield from filter(None, (chunk, failure))
 
 
 class ChunkRenderer:

@@ -66,6 +66,13 @@ class PreparedData:
         start, stop = self._offsets[number], self._offsets[number + 1]
         return self._tokens[start:stop], self._supervised[start:stop]
 
+    def pieces(self, number: int, tokenizer: Any, last: int = 0) -> list[tuple[str, bool]]:
+        """A row as texts, supervised or not; ``last``: of its last tokens only."""
+        ids, supervised = (values[-last:] for values in self.row(number))
+        borders = np.flatnonzero(np.diff(supervised)) + 1
+        texts = [tokenizer.decode(piece.tolist()) for piece in np.split(ids, borders)]
+        return list(zip(texts, supervised[[0, *borders]], strict=True))
+
     def origin(self, number: int) -> str:
         """Where the row comes from, as file:line."""
         file, line = self._origins[number]
@@ -146,14 +153,8 @@ def partial_folder(folder: Path) -> Path:
 def preview(folder: Path, split: str, tokenizer: Any, count: int) -> list[str]:
     """The first ``count`` rows as text, with the supervised parts between ⟦ and ⟧."""
     data = open_prepared(folder, split)
-    rows = []
-    for number in range(min(count, len(data))):
-        ids, supervised = data.row(number)
-        borders = np.flatnonzero(np.diff(supervised)) + 1
-        texts = [tokenizer.decode(piece.tolist()) for piece in np.split(ids, borders)]
-        marks = supervised[[0, *borders]]
-        rows.append("".join(f"⟦{text}⟧" if mark else text for text, mark in zip(texts, marks, strict=True)))
-    return rows
+    rows = [data.pieces(number, tokenizer) for number in range(min(count, len(data)))]
+    return ["".join(f"⟦{text}⟧" if mark else text for text, mark in row) for row in rows]
 
 
 class _Split:
@@ -336,9 +337,8 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for split, row in _read_rows(config, {"train": Account()}):
             if split == "eval":
-                said = {
-                    key: getattr(row, key) for key in ("text", "messages", "tools") if getattr(row, key) is not None
-                }
+                keys = ("text", "messages", "tools")
+                said = {key: value for key in keys if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 

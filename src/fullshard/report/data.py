@@ -102,10 +102,7 @@ def _page(result: dict[str, Any], train: PreparedData, tokenizer: Any, lang: str
     spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)
     examples = [words["examples_text"].format(SHOWN)]
     for number in ends + others[spread].tolist():
-        ids, supervised = train.row(number)
-        heading = words["example"].format(train.origin(number), len(ids), int(supervised.sum()))
-        ids, supervised = ids[-SHOWN:], supervised[-SHOWN:]
-        borders = np.flatnonzero(np.diff(supervised)) + 1
-        texts = [tokenizer.decode(part.tolist()) for part in np.split(ids, borders)]
-        examples.append(marked(heading, list(zip(texts, supervised[[0, *borders]], strict=True))))
+        figures = train.lengths[number], int(train.row(number)[1].sum())
+        heading = words["example"].format(train.origin(number), *figures)
+        examples.append(marked(heading, train.pieces(number, tokenizer, SHOWN)))
     return page(words["title"], [*sections, (words["lengths"], charts), (words["examples"], examples)], lang)

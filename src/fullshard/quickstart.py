@@ -23,6 +23,7 @@ from fullshard.run_folder import free_run, write_json
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 RECIPE = DATA_FOLDER / "quickstart.yaml"
 SUMMARY = "quickstart.json"
+Place = str | Path | None
 HELD_OUT = {"English": DATA_FOLDER / "heldout.jsonl", "Chinese": DATA_FOLDER / "heldout_zh.jsonl"}
 SHOWN = {"English": 12, "Chinese": 3}  # rows in the table; all of them stand in quickstart.json
 MERGE_SECONDS = 20  # read, fold, write and prove 135 M weights on a slow disk
@@ -57,9 +58,7 @@ class QuickstartResult:
         return "\n".join(lines)
 
 
-def run_quickstart(
-    model: str | Path | None = None, output: str | Path | None = None, ranks: int | None = None
-) -> QuickstartResult:
+def run_quickstart(model: Place = None, output: Place = None, ranks: int | None = None) -> QuickstartResult:
     """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json. ``model``: default
     the built-in one. ``output``: default the first free run folder of ./runs/quickstart, -2, ... Raises UserError."""
     from transformers.utils.logging import disable_progress_bar
@@ -73,7 +72,14 @@ def run_quickstart(
     for path in (run, recipe_path(run)):
         if path.exists():
             raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
-    _check_machine(console)
+    _heading(console, "1 Machine")
+    with console.status("checking"):
+        report = check_machine()
+    print(report.to_text())
+    if not report.healthy:
+        failed = [check for check in report.checks if check.ok == "fail"]
+        names = ", ".join(check.name for check in failed)
+        raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = write_recipe(folder, run)
     _heading(console, f"2 Plan[/bold]  recipe: {escape(str(recipe))}[bold]")
@@ -146,16 +152,6 @@ def answer_table(result: QuickstartResult) -> Table:
                 answer.truncate(ANSWER_WIDTH, overflow="ellipsis")
             table.add_row(Text(after.prompt), *answers, Text(after.expected))
     return table
-
-
-def _check_machine(console: Console) -> None:
-    _heading(console, "1 Machine")
-    with console.status("checking"):
-        report = check_machine()
-    print(report.to_text())
-    if not report.healthy:
-        names, fixes = zip(*[(check.name, check.fix) for check in report.checks if check.ok == "fail"], strict=True)
-        raise UserError(f"This machine is not ready: {', '.join(names)}.", "\n".join(fixes))
 
 
 def _built_in_model(console: Console) -> Path:

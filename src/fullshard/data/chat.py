@@ -23,6 +23,7 @@ from fullshard.errors import Blame, DataError, ModelError
 from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
+Variables = dict[str, Any] | None
 RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
 MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the square
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
@@ -129,12 +130,8 @@ class Renderer:
 
     _taken: ClassVar[dict[tuple[str, str], bool]] = {}  # (template, role)
 
-    def __init__(
-        self, tokenizer: Any, loss_on: str = "assistant", template_arguments: dict[str, Any] | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.loss_on = loss_on
-        self.arguments = dict(template_arguments or {})
+    def __init__(self, tokenizer: Any, loss_on: str = "assistant", template_arguments: Variables = None) -> None:
+        self.tokenizer, self.loss_on, self.arguments = tokenizer, loss_on, dict(template_arguments or {})
         self._template = _template_text(tokenizer)
         self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
         self._tools: list[Any] | None = None  # of the conversation at hand

@@ -18,8 +18,7 @@ _PLACES = {
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
 }
 
-__all__ = ["UserError", "__version__", "audit_data", "evaluate_run", "generate_text", "load_config", "make_plan"]
-__all__ += ["merge_run", "prepare_data", "resume_run", "train_run"]
+__all__ = ["__version__", *_PLACES]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,8 +35,6 @@ def start_chat(
     system: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
     template_arguments: dict[str, Any] | None = None,
     reader: TextIO | None = None,
     writer: TextIO | None = None,
@@ -50,11 +48,11 @@ def start_chat(
     if not answerer.has_template:
         prompt_tokens(answerer, "", system)  # refuses a system message
     console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
-    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
+    settings = generation_settings(answerer, max_new_tokens, temperature, 1.0)
     messages: list[dict[str, str]] = []
     num_answers = 0
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         while (line := _read_line(reader, writer)) is not None:
             text = line.strip()
             if text in ("/exit", "/quit"):

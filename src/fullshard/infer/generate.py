@@ -18,8 +18,7 @@ from fullshard.infer.model_folder import read_merge_facts, stop_ids, union_of_id
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import load_plain
 
-Prompt = str | list[Message]
-"""A user message (plain text where the model has no chat template), or a list of role/content messages."""
+Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
 
 
 @dataclass(frozen=True)

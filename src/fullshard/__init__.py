@@ -1,24 +1,9 @@
-"""fullshard: fine-tune transformer language models with fully sharded data parallelism.
-
-The Python API is the same that the command line calls. Every name is imported on first use, so that ``import
-fullshard`` costs nothing and loads neither torch nor transformers.
-"""
-
-from __future__ import annotations
+"""fullshard: fine-tune transformer language models with fully sharded data parallelism. The Python API is what the
+command line calls; names are imported on first use, so that ``import fullshard`` loads neither torch nor
+transformers."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fullshard.config import load_config
-    from fullshard.data.prepared import prepare as prepare_data
-    from fullshard.errors import UserError
-    from fullshard.evaluate import evaluate_run
-    from fullshard.infer.generate import generate_text
-    from fullshard.launch import resume_run, train_run
-    from fullshard.merge.job import merge_run
-    from fullshard.planning.search import make_plan
-    from fullshard.report.data import audit_data
+from typing import Any
 
 _PLACES = {
     "UserError": ("fullshard.errors", "UserError"),
@@ -33,19 +18,7 @@ _PLACES = {
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
 }
 
-__all__ = [
-    "UserError",
-    "__version__",
-    "audit_data",
-    "evaluate_run",
-    "generate_text",
-    "load_config",
-    "make_plan",
-    "merge_run",
-    "prepare_data",
-    "resume_run",
-    "train_run",
-]
+__all__ = ["__version__", *_PLACES]
 
 
 def __getattr__(name: str) -> Any:
@@ -56,8 +29,7 @@ def __getattr__(name: str) -> Any:
         return version("fullshard")
     if name not in _PLACES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
-    module, attribute = _PLACES[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(_PLACES[name][0]), _PLACES[name][1])
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,4 @@
-"""The recipe: every key, its unit, its default and its meaning. Imports neither torch nor transformers.
-
-``load_config(path, overrides)`` reads YAML, applies ``key=value`` overrides and returns a frozen ``RunConfig``, or
-raises one ConfigError that lists every problem at once.
-"""
+"""The recipe: every key, its limits and its default; recipe.yaml says what it means. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from fullshard.errors import ConfigError
 from fullshard.words import answer_word
 
 OTHER_LORA_STARTS = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "orthogonal", "gaussian", "qalora", "lora+")
+TEXTS = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
 QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
 
 
@@ -37,6 +34,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        for name, field in cls.model_fields.items():
+            field.description = TEXTS[cls.__name__][name]
+        cls.model_rebuild(force=True)
+
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: object, info: ValidationInfo) -> object:
@@ -51,18 +54,10 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The base model."""
 
-    path: str = Field(
-        min_length=1,
-        description="Folder of a Hugging Face model (config.json, safetensors, tokenizer files), or an id: owner/name.",
-    )
-    source: Literal["huggingface", "modelscope"] = Field(
-        default="huggingface", description="Where an id is downloaded from. A local folder always wins over an id."
-    )
-    revision: str | None = Field(default=None, min_length=1, description="Branch, tag or commit of an id.")
-    add_tokens: list[str] = Field(
-        default_factory=list,
-        description="New tokens: the vocabulary grows by them, they start as the mean of the others and are trained.",
-    )
+    path: str = Field(min_length=1)
+    source: Literal["huggingface", "modelscope"] = "huggingface"
+    revision: str | None = Field(None, min_length=1)
+    add_tokens: list[str] = Field(default_factory=list)
 
     @field_validator("add_tokens")
     @classmethod
@@ -75,117 +70,58 @@ class ModelSection(Section):
 class DataFile(Section):
     """One source of training rows and its weight in the mix."""
 
-    path: str = Field(min_length=1, description="As data.train.")
-    weight: float = Field(default=1.0, gt=0, le=1000, description="How often an epoch sees each row of it.")
+    path: str = Field(min_length=1)
+    weight: float = Field(1.0, gt=0, le=1000)
 
 
 class DataSection(Section):
     """The data, and how a row becomes tokens."""
 
-    train: str | list[str | DataFile] = Field(
-        description="Training data: a file (.jsonl, .json, .csv, .txt, also .gz or .zst; .parquet), a folder, the id of"
-        " a data set (owner/name or owner/name:split), or a list of these: [{path: a.jsonl, weight: 1.5}, b.csv]. With"
-        " weight 1.5 an epoch sees each row once and half of the rows, drawn by train.seed, once more."
-    )
-    eval: str | float | None = Field(
-        default=None, description="Held-out file, or a share of the training rows (0.05) set apart by the seed."
-    )
-    source: Literal["huggingface", "modelscope"] = Field(default="huggingface", description="Hub of a data set id.")
-    shape: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
-        default="auto", description="Shape of the rows. auto: recognised, file by file, and printed."
-    )
-    on_bad: Literal["stop", "drop"] = Field(default="stop", description="Unusable rows: stop, or leave out and count.")
-    max_length: int = Field(default=1024, ge=4, le=2**24, description="Longest row in tokens.")
-    packing: bool | Literal["auto"] = Field(
-        default=False,
-        description="Several rows in one sequence, blind to each other. auto: where that is proven.",
-    )
-    columns: dict[str, str] | None = Field(
-        default=None, description="Which column plays which part: {question: user, answer: assistant} or {body: text}."
-    )
-    system: str | None = Field(default=None, description="System message for rows that have none.")
-    template_arguments: dict[str, JsonValue] | None = Field(
-        default=None, description="Variables of the chat template, kept for eval and answers: {enable_thinking: false}."
-    )
-    loss_on: Literal["assistant", "last", "all"] = Field(
-        default="assistant", description="Supervised tokens: every assistant turn, the last one only, or everything."
-    )
-    too_long: Literal["stop", "drop", "cut"] = Field(
-        default="stop", description="Rows over max_length: stop with a message, drop the row, or cut its end."
-    )
+    train: str | list[str | DataFile]
+    eval: str | float | None = None
+    source: Literal["huggingface", "modelscope"] = "huggingface"
+    shape: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = "auto"
+    on_bad: Literal["stop", "drop"] = "stop"
+    max_length: int = Field(1024, ge=4, le=2**24)
+    packing: bool | Literal["auto"] = False
+    columns: dict[str, str] | None = None
+    system: str | None = None
+    template_arguments: dict[str, JsonValue] | None = None
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    too_long: Literal["stop", "drop", "cut"] = "stop"
 
 
 class LoraSection(Section):
     """LoRA settings, used when method is lora."""
 
-    rank: int = Field(default=16, ge=1, le=2**16, description="Rank of the adapter matrices.")
-    alpha: float = Field(default=32.0, gt=0, description="Scale: the update is alpha / rank * B A.")
-    targets: str | list[str] = Field(
-        default="all-linear", description='Module names to adapt ("q_proj"), or "all-linear" (all but the head).'
-    )
-    variant: Literal["lora", "rslora", "dora"] = Field(
-        default="lora", description="lora; rslora: scale alpha / sqrt(rank); dora: directions and magnitudes apart."
-    )
-
-    @field_validator("variant", mode="before")
-    @classmethod
-    def _known_variant(cls, value: object) -> object:
-        """Starts from the base's singular vectors or from data would make ranks disagree or need the whole weight."""
-        if str(value).lower() in OTHER_LORA_STARTS:
-            raise ValueError(
-                f"{value} is refused: it starts from whole weights taken apart or from data, which a sharded load"
-                " does not have; lora, rslora and dora fit (A uniform, B zero, from train.seed)"
-            )
-        return value
+    rank: int = Field(16, ge=1, le=2**16)
+    alpha: float = Field(32.0, gt=0)
+    targets: str | list[str] = "all-linear"
+    variant: Literal["lora", "rslora", "dora"] = "lora"
 
 
 class TrainSection(Section):
     """The training loop."""
 
-    epochs: float = Field(default=1.0, gt=0, le=10_000, description="Passes over the training rows.")
-    max_steps: int | None = Field(default=None, ge=1, description="Stop after this many steps even if rows are left.")
-    learning_rate: float | None = Field(
-        default=None, gt=0, description="Peak learning rate. Default: 1e-4 for lora, 1e-5 for full."
-    )
-    global_batch: str = Field(default="32 rows", description='Documents per step: "64 rows" or "65536 tokens".')
-    drop_last: bool = Field(default=False, description="Leave out an epoch's last window where it is not full.")
-    micro_batch: str | None = Field(
-        default=None,
-        description='Documents per rank and forward: "4 rows" or "4096 tokens". Default: the plan chooses.',
-    )
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure"] = Field(
-        default="auto",
-        description="Compute dtype, with fp32 masters; bf16_pure: none. auto: bf16 where measured faster, else fp32.",
-    )
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (betas 0.9, 0.999) or plain SGD.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, matrices only.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="Learning rate after warmup."
-    )
-    warmup: float = Field(
-        default=0.05, ge=0, description="Warm-up: a share of all steps below 1, else a number of steps."
-    )
-    clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
-    recompute: Literal["auto", "none", "blocks"] | Annotated[int, Field(ge=1)] = Field(
-        default="auto",
-        description="Activations recomputed in backward: of none, of all blocks (also: off, on), of the first N blocks,"
-        " or auto: of all, where memory needs it.",
-    )
-    eval_every: int | None = Field(
-        default=None, ge=1, description="Steps between evaluations. Default: at each epoch's end."
-    )
-    save_every: int | None = Field(
-        default=None, ge=1, description="Steps between checkpoints. Default: at each epoch's end."
-    )
-    keep_last: int = Field(default=2, ge=1, description="How many checkpoints to keep.")
-    trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
-        default_factory=list, description="Where metrics go besides the run's metrics.jsonl."
-    )
-    router_loss: bool = Field(
-        default=False,
-        description="Mixtures of experts: add the family's router loss. It depends on how rows are split.",
-    )
-    seed: int = Field(default=0, ge=0, le=2**62, description="Seeds the row order, the adapter's start and dropout.")
+    epochs: float = Field(1.0, gt=0, le=10_000)
+    max_steps: int | None = Field(None, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    global_batch: str = "32 rows"
+    drop_last: bool = False
+    micro_batch: str | None = None
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure"] = "auto"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = Field(0.05, ge=0)
+    clip_norm: float = Field(1.0, ge=0)
+    recompute: Literal["auto", "none", "blocks"] | Annotated[int, Field(ge=1)] = "auto"
+    eval_every: int | None = Field(None, ge=1)
+    save_every: int | None = Field(None, ge=1)
+    keep_last: int = Field(2, ge=1)
+    trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(default_factory=list)
+    router_loss: bool = False
+    seed: int = Field(0, ge=0, le=2**62)
 
     @field_validator("global_batch", "micro_batch", mode="before")
     @classmethod
@@ -205,17 +141,13 @@ class TrainSection(Section):
 class RunConfig(Section):
     """A whole recipe. Frozen: nothing writes to it after ``load_config``."""
 
-    model: ModelSection = Field(description="The base model.")
-    data: DataSection = Field(description="The data.")
-    method: Literal["full", "lora"] = Field(
-        default="lora", description="Train all weights, or adapters on a frozen base."
-    )
-    lora: LoraSection = Field(default_factory=LoraSection, description="LoRA settings.")
-    train: TrainSection = Field(default_factory=TrainSection, description="The training loop.")
-    engine: Literal["torch", "simple"] = Field(
-        default="torch", description="Sharding engine: torch is PyTorch's fully_shard, simple our own."
-    )
-    output: str = Field(min_length=1, description="Run folder; must not exist yet.")
+    model: ModelSection
+    data: DataSection
+    method: Literal["full", "lora"] = "lora"
+    lora: LoraSection = Field(default_factory=LoraSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    engine: Literal["torch", "simple"] = "torch"
+    output: str = Field(min_length=1)
 
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
@@ -249,17 +181,9 @@ def recipe_keys() -> list[str]:
     """Every leaf key of the recipe in dotted form, in order."""
     keys = []
     for name, field in RunConfig.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            keys += [f"{name}.{inner}" for inner in kind.model_fields]
-        else:
-            keys.append(name)
+        inside = getattr(field.annotation, "model_fields", None)
+        keys += [f"{name}.{inner}" for inner in inside] if inside else [name]
     return keys
-
-
-def recipe_schema() -> dict[str, Any]:
-    """The recipe's JSON schema, for editors."""
-    return RunConfig.model_json_schema()
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -267,9 +191,8 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                None, None, "aliases (*name) are not read; write it out", self.peek_event().start_mark
-            )
+            problem = "aliases (*name) are not read; write it out"
+            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -280,18 +203,14 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-)
+NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)  # the last three: !!int abc
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config.
-
-    Relative paths inside a recipe are taken from the folder in which the command runs. Raises ConfigError with every
-    problem found, each with its key, what was given and what fits.
-    """
+    """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config. Relative paths start where the
+    command runs. Raises one ConfigError with every problem found."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
@@ -314,9 +233,8 @@ def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfi
         problems = [_explain(problem) for problem in error.errors()]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(
-            f"{origin}: {count}\n{lines}", "All keys with their meaning: fullshard train --schema"
-        ) from None
+        hint = "All keys with their meaning: fullshard train --schema"
+        raise ConfigError(f"{origin}: {count}\n{lines}", hint) from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -330,13 +248,11 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"The value in {override!r} is not readable YAML.", "Quote it: 'key=\"value\"'") from None
     place = values
     for part in parts[:-1]:
-        if place.get(part) is None:
-            place[part] = {}
+        place[part] = {} if place.get(part) is None else place[part]
         place = place[part]
         if not isinstance(place, dict):
-            raise ConfigError(
-                f"{override!r}: {part} is {reprlib.repr(place)} in the recipe, not a section.", "Mend it there."
-            )
+            found = f"{part} is {reprlib.repr(place)} in the recipe, not a section."
+            raise ConfigError(f"{override!r}: {found}", "Mend it there.")
     place[parts[-1]] = value
 
 
@@ -348,17 +264,17 @@ def _explain(problem: dict[str, Any]) -> str:
     if foreign and (answer := answer_word(key, problem["input"])):
         return answer
     if kind == "extra_forbidden":
-        leaf_names = recipe_keys() + list(RunConfig.model_fields)
-        nearest = difflib.get_close_matches(key, leaf_names, 1, 0.6)
-        if not nearest:
-            nearest = [name for name in leaf_names if name.split(".")[-1] == place[-1]][:1]
-        if not nearest:
-            by_leaf = {name.split(".")[-1]: name for name in leaf_names}
-            nearest = [by_leaf[leaf] for leaf in difflib.get_close_matches(place[-1], by_leaf, 1, 0.6)]
-        suggestion = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"unknown key {key}{suggestion}"
+        names = recipe_keys() + list(RunConfig.model_fields)
+        by_leaf = {name.split(".")[-1]: name for name in reversed(names)}
+        nearest = [by_leaf[leaf] for leaf in difflib.get_close_matches(place[-1], by_leaf, 1, 0.6)]
+        nearest = difflib.get_close_matches(key, names, 1, 0.6) or nearest
+        return f"unknown key {key}" + (f"; did you mean {nearest[0]}?" if nearest else "")
     if kind == "missing":
         return f"{key} is missing"
+    if key == "lora.variant" and str(problem["input"]).lower() in OTHER_LORA_STARTS:
+        starts = "it starts from whole weights taken apart or from data, which a sharded load does not have"
+        fit = "lora, rslora and dora fit (A uniform, B zero, from train.seed)"
+        return f"{key}: {problem['input']} is refused: {starts}; {fit}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if kind == "value_error" or key == "recipe":

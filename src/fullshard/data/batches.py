@@ -24,23 +24,15 @@ class Batch:
 
 
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
-    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id``.
-
-    What is padding is known by length, never by id, so ``pad_id`` may be the eos token. No sequences: the fill batch,
-    the first tokens (at most 8) of row 0 with every label -100.
-    """
-    if not sequences:
+    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id`` (known by length, so it may
+    be eos). No sequences: the fill batch, the first tokens (at most 8) of row 0 without labels."""
+    content = [[data.row(row) for row in sequence] for sequence in sequences]
+    if not content:
         ids, supervised = data.row(0)
         content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
-    else:
-        content = [[data.row(row) for row in sequence] for sequence in sequences]
-    size = max(sum(len(ids) for ids, _ in rows) for rows in content)
-    shape = (len(content), size)
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    labels = torch.full(shape, IGNORED, dtype=torch.int64)
-    position_ids = torch.zeros(shape, dtype=torch.int64)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    document_ids = torch.full(shape, -1, dtype=torch.int64)
+    shape = len(content), max(sum(len(ids) for ids, _ in rows) for rows in content)
+    tensors = [torch.full(shape, value, dtype=torch.int64) for value in (pad_id, IGNORED, 0, 0, -1)]
+    input_ids, labels, position_ids, attention_mask, document_ids = tensors
     for place, rows in enumerate(content):
         start = 0
         for number, (ids, supervised) in enumerate(rows):
@@ -55,4 +47,4 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
             start = stop
     lengths = [[len(ids) for ids, _ in rows] for rows in content]
     rows = tuple(row for sequence in sequences for row in sequence)
-    return Batch(input_ids, labels, position_ids, attention_mask, document_ids, lengths, rows)
+    return Batch(*tensors, lengths, rows)

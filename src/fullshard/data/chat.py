@@ -1,11 +1,10 @@
 """From messages or text to token ids and the mask of supervised tokens, for any chat template: the one place where ids
-are made, for training, evaluation and answers.
+are made.
 
 An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
 and including the turn. Where all turns begin the whole conversation it is one training row; where the template rewrites
-earlier turns, each turn is a row of its own. Inside a turn the template's ``{% generation %}`` markers decide what is
-supervised, where it has them. A template that allows none of this is refused with the property that stands in the way.
-"""
+earlier turns, each is a row of its own. Inside a turn ``{% generation %}`` markers decide what is supervised. A
+template that allows none of this is refused."""
 
 import hashlib
 import json
@@ -24,6 +23,7 @@ from fullshard.errors import Blame, DataError, ModelError
 from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
+Variables = dict[str, Any] | None
 RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
 MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the square
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
@@ -64,10 +64,8 @@ class Turn:
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
-    """The tokenizer of a model folder with ``add_tokens``, without network.
-
-    Raises ModelError where there is none, and where a token is none to add: it has a trained row already.
-    """
+    """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none, and
+    where a token is none to add: it has a trained row already."""
     from transformers import AutoTokenizer
 
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
@@ -103,11 +101,10 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
-            raise DataError(
-                f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has"
-                f" {num_rows} rows (ids 0 to {num_rows - 1}).",
-                f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose a {name} token of the model.",
-            )
+            rows = f"{num_rows} rows (ids 0 to {num_rows - 1})"
+            message = f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {rows}."
+            hint = f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose another {name} token."
+            raise DataError(message, hint)
 
 
 def choose_pad_id(tokenizer: Any) -> int:
@@ -129,18 +126,12 @@ def _template_text(tokenizer: Any) -> str:
 
 class Renderer:
     """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all".
-
-    ``template_arguments``: variables of the chat template; DataError for one that it never reads.
-    """
+    ``template_arguments``: variables of the chat template; DataError for one that it never reads."""
 
     _taken: ClassVar[dict[tuple[str, str], bool]] = {}  # (template, role)
 
-    def __init__(
-        self, tokenizer: Any, loss_on: str = "assistant", template_arguments: dict[str, Any] | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.loss_on = loss_on
-        self.arguments = dict(template_arguments or {})
+    def __init__(self, tokenizer: Any, loss_on: str = "assistant", template_arguments: Variables = None) -> None:
+        self.tokenizer, self.loss_on, self.arguments = tokenizer, loss_on, dict(template_arguments or {})
         self._template = _template_text(tokenizer)
         self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
         self._tools: list[Any] | None = None  # of the conversation at hand
@@ -160,30 +151,25 @@ class Renderer:
             raise DataError(f"{row.origin}: {error.message}", error.hint) from None
 
     def chat(self, messages: list[Message], tools: list[Any] | None = None) -> list[Rendered]:
-        """The training rows of a conversation: one, or one per assistant turn where the template rewrites history.
-
-        Messages with ``train: false`` are read and not learned. A row without any supervised token is returned as such
-        (the audit decides). Raises DataError for a template with which no right mask can be made.
-        """
+        """The training rows of a conversation: one, or one per assistant turn where the template rewrites history. A
+        row without any supervised token is returned as such. Raises DataError where no right mask can be made."""
         asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
         if asked and self.loss_on != "all":
             raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")
         if len(messages) > MOST_MESSAGES:
-            raise DataError(
-                f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read.", "Split the conversation."
-            )
+            problem = f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read."
+            raise DataError(problem, "Split the conversation.")
         messages = self._begin(messages, tools)
         learned = [message.get("train") is not False for message in messages]
         given = [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in messages)]
         self._require_read(["tools", *given] if tools else given, "Take a model that knows it, or remove it.")
-        text = self._text(messages)
-        whole = self.encode(text)
+        whole = self.encode(text := self._text(messages))
         self._whole = (messages, text, whole)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers[-1:] if self.loss_on == "last" else answers
-        answers = [i for i in answers if learned[i] and _says_something(messages[i])]
         everything = self.loss_on == "all"
-        turns = [self._turn(messages, i) for i in answers if i or not everything]
+        answers = [i for i in answers if learned[i] and _says_something(messages[i]) and (i or not everything)]
+        turns = [self._turn(messages, i) for i in answers]
         nested = [turn for turn in turns if turn.encoded.ids[: turn.end] == whole.ids[: turn.end]]
         if everything:
             stops = [turn.stop for turn in nested if turn.stop is not None]
@@ -294,11 +280,10 @@ class Renderer:
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
-            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}."
-            problem = f"The chat template's generation prompt does not begin the rendered assistant turn: {ends}"
-            if header:
-                problem = f"The chat template ignores add_generation_prompt: its header {header!r} would be learned."
-            raise DataError(problem, TEMPLATE_HINT)
+            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}"
+            problem = f"'s generation prompt does not begin the rendered assistant turn: {ends}"
+            problem = f" ignores add_generation_prompt: its header {header!r} would be learned" if header else problem
+            raise DataError(f"The chat template{problem}.", TEMPLATE_HINT)
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
         stop = self._stop(encoded, start, len(through) - len(tail) if through.endswith(tail) else None)
@@ -310,10 +295,9 @@ class Renderer:
         if not words:
             raise DataError(f"The chat template writes nothing of an assistant turn ({shown}).", TEMPLATE_HINT)
         if words == {self.tokenizer.unk_token_id}:
-            raise DataError(
-                f"The tokenizer knows no word of an assistant turn ({shown}): each is {self.tokenizer.unk_token}.",
-                "Take a model with a tokenizer for this language, or add the words: model.add_tokens.",
-            )
+            problem = f"The tokenizer knows no word of an assistant turn ({shown}): each is {self.tokenizer.unk_token}."
+            hint = "Take a model with a tokenizer for this language, or add the words: model.add_tokens."
+            raise DataError(problem, hint)
         return Turn(place, encoded, start, end, stop)
 
     def _opening(self, through: str) -> str:
@@ -360,14 +344,13 @@ class Renderer:
             for i in inside:
                 supervised[i] = True
         if turns and not any(value and ids[i] not in self.special_ids for i, value in enumerate(supervised)):
-            problem = "The chat template's {% generation %} markers mark nothing in a row with an answer."
-            raise DataError(problem, TEMPLATE_HINT)
+            raise DataError("The template's {% generation %} markers mark nothing of an answer.", TEMPLATE_HINT)
         return Rendered(ids, supervised, stops)
 
     def _everything(self, text: str, whole: Encoded, messages: list[Message], learned: list[bool]) -> list[bool]:
         """All tokens supervised but those of messages with ``train: false``, header and end of turn included."""
         supervised = [True] * len(whole.ids)
-        for place in [i for i, value in enumerate(learned) if not value]:
+        for place in (i for i, value in enumerate(learned) if not value):
             before, through = self._text(messages[:place]) if place else "", self._text(messages[: place + 1])
             if not (text.startswith(through) and through.startswith(before)):
                 problem = "The chat template rewrites earlier turns: with loss_on all, train: false cannot be kept."

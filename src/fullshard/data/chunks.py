@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,7 @@ class Part:
 
 def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
     """The rows in chunks; where reading fails, those before it and then the error."""
-    chunk: Chunk = []
-    size, failure = 0, None
+    chunk, size, failure = [], 0, None
     try:
         for split, row in rows:
             chunk.append((split, row))
@@ -45,10 +44,7 @@ def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
                 chunk, size = [], 0
     except UserError as error:
         failure = error
-    if chunk:
-        yield chunk
-    if failure:
-        yield failure
+    yield from filter(None, (chunk, failure))
 
 
 class ChunkRenderer:
@@ -66,9 +62,7 @@ class ChunkRenderer:
         try:
             rendered = self._renderer.render(row for _, row in chunk)
             for (split, _), (row, training_rows) in zip(chunk, rendered, strict=True):
-                if split not in parts:
-                    parts[split] = Part()
-                self._take(parts[split], row, training_rows)
+                self._take(parts.setdefault(split, Part()), row, training_rows)
             for part in parts.values():
                 part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, part.book.tokens)
         except UserError as error:
@@ -101,18 +95,17 @@ class ChunkRenderer:
         if count > 1:
             book.count("split", row.origin)
             book.split_rows += count
-        pieces = [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
-        stops = [[stop - piece.start for stop in whole.stops if piece.start <= stop < piece.stop] for piece in pieces]
-        parts = zip(pieces, stops, strict=True)
-        return [chat.Rendered(whole.ids[piece], whole.supervised[piece], stop) for piece, stop in parts] or [whole]
+        found = []
+        for start, end in pairwise(length * i // count for i in range(count + 1)):
+            stops = [stop - start for stop in whole.stops if start <= stop < end]
+            found.append(chat.Rendered(whole.ids[start:end], whole.supervised[start:end], stops))
+        return found or [whole]
 
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
         book.measure(length, row.origin)
-        ids, supervised = rendered.ids, rendered.supervised
-        if length > limit:
-            ids, supervised = ids[:limit], supervised[:limit]
+        ids, supervised = rendered.ids[:limit], rendered.supervised[:limit]
         num_supervised = supervised.count(True)
         targets = num_supervised - supervised[0] if ids else 0
         if not targets or (length > limit and self._data.too_long != "cut"):
@@ -128,9 +121,9 @@ class ChunkRenderer:
             return problem
         largest = max(ids)
         if self._num_embeddings is not None and largest >= self._num_embeddings:
-            message = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
+            outside = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
             hint = "Tokenizer and model do not belong together; check model.path."
-            raise DataError(f"{row.origin}: {message}", hint)
+            raise DataError(f"{row.origin}: {outside}", hint)
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit
@@ -140,9 +133,7 @@ class ChunkRenderer:
         book.tokens += len(ids)
         book.supervised_tokens += num_supervised
         book.targets += targets
-        for stop in rendered.stops:
-            if stop < len(ids):
-                book.stops[ids[stop]] += 1
+        book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
         part.supervised.extend(supervised)

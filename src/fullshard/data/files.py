@@ -1,8 +1,6 @@
-"""Where rows come from: file formats, folders and data set ids, as records with the line at which each begins.
-
-Parquet files and data sets have no lines: the number is the row's. Where the borders between rows are lost (a damaged
-JSON list, CSV quotes, a compressed stream, Parquet), reading stops; all else that is wrong with a row is a BadRow.
-"""
+"""Where rows come from: file formats, folders and data set ids, as records with the line (Parquet, data sets: row) at
+which each begins. Where the borders between rows are lost (a damaged JSON list, CSV quotes, a compressed stream,
+Parquet), reading stops; all else that is wrong with a row is a BadRow."""
 
 import csv
 import io
@@ -42,9 +40,7 @@ class BadRow(DataError):
 
 def open_records(name: str, source: str) -> Files:
     """(label, records, content) of each file that ``name`` stands for: a file, folder, FOLDER:SPLIT, or data set id.
-
-    ``source``: huggingface or modelscope, where an id is fetched. A local path always wins. Raises DataError.
-    """
+    ``source``: huggingface or modelscope, where an id is fetched. A local path always wins. Raises DataError."""
     path, (whole, _, split), found = Path(name), name.rpartition(":"), DATA_ID.fullmatch(name)
     if path.is_dir() or (whole and not path.exists() and Path(whole).is_dir()):
         yield from _open_folder(path, "") if path.is_dir() else _open_folder(Path(whole), split)
@@ -111,8 +107,7 @@ def decode_json(text: str, origin: str, hint: str = "Every line must be one whol
 def _json_trouble(error: ValueError | RecursionError) -> str:
     """What the decoder raised: no JSON, a key twice, 5,000 digits, or nested too deeply."""
     if isinstance(error, json.JSONDecodeError):
-        found = error.doc[max(0, error.pos - 20) : error.pos + 20] or "the end"
-        return f"not JSON ({error.msg}): found {found!r}"
+        return f"not JSON ({error.msg}): found {error.doc[max(0, error.pos - 20) : error.pos + 20] or 'the end'!r}"
     return f"not JSON ({'nested too deeply' if isinstance(error, RecursionError) else error})"
 
 

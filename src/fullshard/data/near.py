@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fullshard.data.pack import scatter
+
 GRAM, THRESHOLD = 5, 0.8  # tokens; Jaccard index of two near copies' sets of 5-grams
 BANDS, BAND_SIZE = 16, 5  # a pair at the threshold shares a band with probability 1 - (1 - 0.8**5)**16 = 99.8%
 NEIGHBOURS = 32  # rows just before a row in a band, and first rows of that band, that the row is compared with
@@ -13,19 +15,17 @@ NONE = np.empty(0, np.uint64)
 
 
 def near_copies(ids: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
-    """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows.
-
-    ``ids`` gives the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row has
-    at most one pair with a held-out row and one with an earlier training row. Memory: below 100 bytes a row.
-    """
+    """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows. ``ids`` gives
+    the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row has at most one
+    pair with a held-out row and one with an earlier training row. Memory: below 100 bytes a row."""
     sample = np.linspace(0, num_rows - 1, min(1000, num_rows)).astype(int).tolist()
     values, counts = np.unique(np.concatenate([_grams(ids(row)) for row in sample]), return_counts=True)
     common = values[counts > COMMON_SHARE * len(sample)] if num_rows >= COMMON_ROWS else NONE
     keys = np.empty((num_rows, BANDS), np.uint32)
-    factors = _mix(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)) | np.uint64(1)
+    factors = scatter(np.arange(1, BANDS * BAND_SIZE + 1, dtype=np.uint64)) | np.uint64(1)
     for row in range(num_rows):
         minima = (_grams(ids(row), common) * factors[:, None]).min(axis=1).reshape(BANDS, BAND_SIZE)
-        keys[row] = _mix(_mix(minima) @ factors[:BAND_SIZE]) >> np.uint64(32)
+        keys[row] = scatter(scatter(minima) @ factors[:BAND_SIZE]) >> np.uint64(32)
     found: dict[tuple[int, bool], tuple[int, float]] = {}
     for band in keys.T:
         rows = np.argsort(band, kind="stable")
@@ -50,19 +50,10 @@ def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray = NONE) -> fl
 
 
 def _grams(ids: np.ndarray, common: np.ndarray = NONE) -> np.ndarray:
-    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others.
-
-    Fewer than 5 tokens are one gram.
-    """
+    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others. Fewer than
+    5 tokens are one gram."""
     size = min(GRAM, len(ids))
     count, values = len(ids) - size + 1, ids.astype(np.uint64) + np.uint64(1)
-    hashes = np.unique(_mix(sum(values[place : place + count] * WEIGHTS[place] for place in range(size))))
+    hashes = np.unique(scatter(sum(values[place : place + count] * WEIGHTS[place] for place in range(size))))
     own = hashes[~np.isin(hashes, common, assume_unique=True)] if len(common) else hashes
     return own if len(own) else hashes
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Scatter uint64 values over all 64 bits, one to one (the finaliser of SplitMix64, Steele et al. 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

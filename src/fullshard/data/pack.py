@@ -1,8 +1,5 @@
-"""Which rows make an optimizer step (windows), and how a window lies on ranks and micro-batches (lay_out).
-
-No torch here. A window depends on the data, the seed, the epoch and the global batch only; ranks, micro-batches and
-packing only lay it out, so that every layout has the same loss.
-"""
+"""Which rows make an optimizer step (windows: by data, seed, epoch and global batch only), and how a window lies on
+ranks and micro-batches (lay_out), with the same loss in every layout. No torch here."""
 
 import heapq
 
@@ -13,13 +10,9 @@ from fullshard.errors import ConfigError
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch, on every machine and numpy version.
-
-    Rows are sorted by a 64-bit hash of (seed, epoch, row): splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
-    pseudorandom number generators").
-    """
-    start = _splitmix64(np.array([seed], dtype=np.uint64))
-    start = _splitmix64(start ^ np.uint64(epoch))
+    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch on every machine: rows sorted by a hash of
+    (seed, epoch, row), splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")."""
+    start = _splitmix64(_splitmix64(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
     keys = _splitmix64(start ^ _splitmix64(np.arange(num_rows, dtype=np.uint64)))
     return np.argsort(keys, kind="stable").astype(np.int64)
 
@@ -27,11 +20,9 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def windows(
     lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
 ) -> list[np.ndarray]:
-    """The row ids (int64) of each optimizer step of ``epoch``, in order; each row is in exactly one window.
-
-    ``lengths``: tokens of each row. ``quantity``: (64, "rows") takes 64 rows a step; (65536, "tokens") takes rows until
-    the next one would exceed the count, and at least one. The last window may be smaller; ``drop_last`` leaves it out.
-    """
+    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens of each row. ``quantity``:
+    (64, "rows"), or (65536, "tokens"): rows until the next one would exceed it, at least one. ``drop_last`` leaves a
+    smaller last one out."""
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":
@@ -49,10 +40,7 @@ def windows(
 
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
-    """(epoch, row ids) of every optimizer step of a run: a function of data, seed, epochs and global_batch only.
-
-    A part of an epoch is at least one step. ConfigError where drop_last leaves none.
-    """
+    """(epoch, row ids) of every optimizer step of a run; a part of an epoch is at least one. ConfigError for none."""
     quantity = parse_quantity(train.global_batch)
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
@@ -71,14 +59,11 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
 def lay_out(
     window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: tuple[int, str], packing: bool, max_length: int
 ) -> list[list[list[list[int]]]]:
-    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids.
-
-    Every row is in exactly one sequence and stays whole. Every rank has the same number of micro-batches; an empty list
-    of sequences stands for a fill batch of weight zero. With ``packing`` a sequence holds rows of together at most
-    ``max_length`` tokens, else one row. ``micro`` limits the sequences of a rank's micro-batch: (4, "rows") to 4
-    sequences, (4096, "tokens") to a padded area (sequences x longest) of 4096, but at least one sequence. Sequences of
-    similar length lie together, micro-batches of similar area side by side on the ranks.
-    """
+    """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids, each whole and in
+    one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
+    a sequence holds at most ``max_length`` tokens, else one row. ``micro``: (4, "rows"), at most 4 sequences, or (4096,
+    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar lengths lie together, similar
+    areas side by side on the ranks."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))
@@ -90,10 +75,9 @@ def lay_out(
     cells: list[list[list[int]]] = []
     for sequence in sequences:
         longest = sizes[cells[-1][0][0]] if cells and unit == "tokens" else 1
-        if cells and (len(cells[-1]) + 1) * longest <= count:
-            cells[-1].append(sequence)
-        else:
-            cells.append([sequence])
+        if not cells or (len(cells[-1]) + 1) * longest > count:
+            cells.append([])
+        cells[-1].append(sequence)
 
     def area_of(cell: list[list[int]]) -> int:
         return len(cell) * sizes[cell[0][0]]
@@ -109,10 +93,8 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible.
-
-    Then the same number of sequences is filled evenly, where that fits: equally long ones need no pads.
-    """
+    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible. Then the
+    same number of sequences is filled evenly, where that fits: equally long ones need no pads."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
     total = sum(int(lengths[row]) for row in rows)
@@ -139,7 +121,11 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:
     """One splitmix64 step on uint64 values (wraps around by design)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
+    return scatter(values + np.uint64(0x9E3779B97F4A7C15))
+
+
+def scatter(values: np.ndarray) -> np.ndarray:
+    """Scatter uint64 values over all 64 bits, one to one (the finaliser of SplitMix64, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,12 +1,9 @@
 """The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
 
-A split's folder holds safetensors files: ``tokens`` (int32, all rows end to end), ``supervised`` (bool, same length)
-and ``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64: a hash of what
-the source row says; ``targets`` int32), and ``meta.json``. Beside them lies ``data.json``, what ``prepare`` returns.
-
-All is written as a stream, chunk after chunk, into ``.NAME.partial`` beside the folder, which gets its name when it is
-whole. A journal in there says how far the files are right; an interrupted preparation of the same inputs goes on there.
-"""
+A split's folder holds safetensors files: ``tokens`` (int32, rows end to end), ``supervised`` (bool, same length),
+``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64, a hash; ``targets``
+int32), and ``meta.json``; beside them data.json. All is a stream into ``.NAME.partial``, whose journal says how far the
+files are right: an interrupted preparation of the same inputs goes on there."""
 
 import hashlib
 import json
@@ -31,7 +28,7 @@ from fullshard.data.chunks import RECORD, Part, cut_chunks
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
 from fullshard.data.workers import Workers
 from fullshard.device import num_cores
-from fullshard.errors import DataError, UserError
+from fullshard.errors import Blame, DataError, UserError
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, publish_folder, read_json, write_json
 
@@ -47,19 +44,15 @@ Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in a
 class PreparedData:
     """One split, opened read only. ``lengths``, ``supervised`` (targets: supervised positions but a row's first; both
     int64) and ``content`` (uint64: rows of one source row, and exact duplicates, have the same) are arrays over rows;
-    ``hash`` is a SHA-256 of the content.
-    """
+    ``hash`` is a SHA-256 of the content."""
 
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)
         self.hash: str = self.meta["hash"]
         try:
-            (self._tokens,) = _map(folder / TOKENS, "tokens")
-            (self._supervised,) = _map(folder / SUPERVISED, "supervised")
-            self._offsets, self._origins, self.content, targets = _map(
-                folder / ROWS, "offsets", "origins", "content", "targets"
-            )
-        except (SafetensorError, OSError) as error:
+            (self._tokens,), (self._supervised,) = _map(folder / TOKENS), _map(folder / SUPERVISED)
+            self.content, self._offsets, self._origins, targets = _map(folder / ROWS)
+        except (SafetensorError, OSError, ValueError) as error:  # not four tensors
             hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
             raise DataError(f"{folder} is damaged, or of an older version: {error}.", hint) from None
         self.lengths: np.ndarray = np.diff(self._offsets)
@@ -73,6 +66,13 @@ class PreparedData:
         start, stop = self._offsets[number], self._offsets[number + 1]
         return self._tokens[start:stop], self._supervised[start:stop]
 
+    def pieces(self, number: int, tokenizer: Any, last: int = 0) -> list[tuple[str, bool]]:
+        """A row as texts, supervised or not; ``last``: of its last tokens only."""
+        ids, supervised = (values[-last:] for values in self.row(number))
+        borders = np.flatnonzero(np.diff(supervised)) + 1
+        texts = [tokenizer.decode(piece.tolist()) for piece in np.split(ids, borders)]
+        return list(zip(texts, supervised[[0, *borders]], strict=True))
+
     def origin(self, number: int) -> str:
         """Where the row comes from, as file:line."""
         file, line = self._origins[number]
@@ -84,10 +84,10 @@ class PreparedData:
         return np.flatnonzero(np.insert(changed, 0, True))
 
 
-def _map(path: Path, *names: str) -> list[np.ndarray]:
-    """Tensors of a safetensors file as arrays in its memory map."""
+def _map(path: Path) -> list[np.ndarray]:
+    """The tensors of a safetensors file, by name, as arrays in its memory map."""
     with safe_open(path, framework="pt") as file:
-        found = [file.get_tensor(name).numpy() for name in names]
+        found = [file.get_tensor(name).numpy() for name in sorted(file.keys())]
     for array in found:
         array.flags.writeable = False
     return found
@@ -101,16 +101,13 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 
 
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Tokenise, mask and audit the recipe's data into ``folder`` and return the content of data.json.
-
-    The folder appears whole or not at all; one made from the same inputs (by the files' bytes) is kept. Keys of the
-    result: ``hash``, ``key``, ``shape``, ``train`` and ``eval`` (see Audit.to_json; eval may be None),
-    ``supervised_tokens`` and ``stop_ids`` (supervised end-of-turn ids, most frequent first) of the training rows,
-    ``longest`` (row as written, of both splits), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
-    ``exact_duplicates`` (training rows that repeat an earlier one: ``rows``, ``places``: first pairs of origins),
-    ``overlap`` (training rows that occur in eval, the same way; ``duplicates``: their number) and ``report`` (lines to
-    print). Raises DataError for anything in the data that cannot be trained on.
-    """
+    """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
+    a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``shape``, ``train`` and
+    ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
+    rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
+    ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
+    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). Raises DataError for what cannot be trained
+    on."""
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)
@@ -123,17 +120,14 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
     known = read_json(folder / DATA) if DATA in inside else {}
-    if inside and (
-        "key" not in known or not inside <= {DATA, "train", "eval", "audit.html"}
-    ):  # a run folder has a data.json too
+    is_ours = "key" in known and inside <= {DATA, "train", "eval", "audit.html"}  # a run folder has a data.json too
+    if inside and not is_ours:
         raise DataError(f"{folder} exists and holds something else than prepared data.", "Choose another folder.")
     if known.get("key") == key:
         return known
     partial = partial_folder(folder)
-    try:
+    with Blame(DataError, f"{folder.parent} cannot be written", "Choose another folder."):
         partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder.parent} cannot be written: {error.strerror}.", "Choose another folder.") from None
     with claim_run(partial, "prepared"):
         try:
             job = _Preparation(config, partial, key, tokenizer)
@@ -159,28 +153,19 @@ def partial_folder(folder: Path) -> Path:
 def preview(folder: Path, split: str, tokenizer: Any, count: int) -> list[str]:
     """The first ``count`` rows as text, with the supervised parts between ⟦ and ⟧."""
     data = open_prepared(folder, split)
-    rows = []
-    for number in range(min(count, len(data))):
-        ids, supervised = data.row(number)
-        borders = np.flatnonzero(np.diff(supervised.astype(np.int8))) + 1
-        parts = []
-        for piece, marked in zip(np.split(ids, borders), np.split(supervised, borders), strict=True):
-            text = tokenizer.decode(piece.tolist())
-            parts.append(f"⟦{text}⟧" if marked[0] else text)
-        rows.append("".join(parts))
-    return rows
+    rows = [data.pieces(number, tokenizer) for number in range(min(count, len(data)))]
+    return ["".join(f"⟦{text}⟧" if mark else text for text, mark in row) for row in rows]
 
 
 class _Split:
     """One split on its way to disk, chunk after chunk. ``state``: what the journal says of it, None for a new one."""
 
     def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
-        self.folder = folder
+        self.folder, self.files = folder, {}
         self.book = audit.Audit.from_json(state["audit"]) if state else audit.Audit()
         self.names = dict.fromkeys(state["files"] if state else ())  # of the files that rows come from, in order
         self.digest: str = state["digest"] if state else ""
         folder.mkdir(exist_ok=True)
-        self.files = {}
         tokens, rows = self.book.tokens, self.book.prepared
         sizes = {TOKENS: HEADER_BYTES + 4 * tokens, SUPERVISED: HEADER_BYTES + tokens, RECORDS: RECORD.itemsize * rows}
         for name, right in sizes.items():
@@ -204,6 +189,10 @@ class _Split:
             self.files[name].write(content)
         self.digest = digest.hexdigest()
         self.book.add(part.book)
+
+    def state(self) -> dict[str, Any]:
+        """For the journal."""
+        return {"audit": vars(self.book), "files": list(self.names), "digest": self.digest}
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Fill in the headers, write ROWS, and ``result`` with ``hash`` as META; returns them."""
@@ -253,10 +242,7 @@ class _Preparation:
                         raise parts
                     for name, part in parts.items():
                         self.splits[name].append(part)
-                    states = {
-                        name: {"audit": vars(split.book), "files": list(split.names), "digest": split.digest}
-                        for name, split in self.splits.items()
-                    }
+                    states = {name: split.state() for name, split in self.splits.items()}
                     self.journal = json.loads(json.dumps(self.journal | {"splits": states}))  # as of now
                     if time.monotonic() >= due:
                         self._write_journal()
@@ -274,18 +260,17 @@ class _Preparation:
 
     def finish(self) -> dict[str, Any]:
         """Judge the accounts and make the files whole; returns data.json's content."""
-        data, report, found = self.config.data, [], {"train": None, "eval": None}
+        data, report, found, read = self.config.data, [], {"train": None, "eval": None}, self.accounts["train"]
         if isinstance(data.eval, float):
-            train = self.accounts["train"]
-            self.accounts["eval"] = Account(read=train.held_out, shapes=train.shapes)
+            self.accounts["eval"] = Account(read=read.held_out, shapes=read.shapes)
         for name, split in self.splits.items():
             book, account = split.book, self.accounts[name]
             if refusal := book.refuse(data.max_length):
                 raise refusal
             lines = book.report(name, ", ".join(account.shapes), data.max_length, self.tokenizer)
             if not book.used:
-                hint = "Raise data.max_length or repair the rows."
-                raise DataError(f"No row is left in {name}. " + " ".join(lines[2:]), hint)
+                problem = f"No row is left in {name}. " + " ".join(lines[2:])
+                raise DataError(problem, "Raise data.max_length or repair the rows.")
             account.used, account.dropped = book.used, account.dropped + book.dropped
             report += lines + account.report(name)
             if account.unused:
@@ -341,11 +326,10 @@ def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tupl
     if isinstance(share, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
     rows = iterate_rows(config.train_files, config.data, config.train.seed, accounts["train"])
+    apart = ((row, False) for row in rows)
     if isinstance(share, float):
         apart = set_apart(rows, share, random.Random(f"{config.train.seed} eval"), accounts["train"])
-        yield from (("eval" if held else "train", row) for row, held in apart)
-    else:
-        yield from (("train", row) for row in rows)
+    yield from (("eval" if held else "train", row) for row, held in apart)
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
@@ -353,9 +337,9 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for split, row in _read_rows(config, {"train": Account()}):
             if split == "eval":
-                said = {"text": row.text, "messages": row.messages, "tools": row.tools}
-                value = {key: part for key, part in said.items() if part is not None}
-                file.write(json.dumps(value, ensure_ascii=False) + "\n")
+                keys = ("text", "messages", "tools")
+                said = {key: value for key in keys if (value := getattr(row, key)) is not None}
+                file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 
 def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import BadRow, Record, decode_json, open_records
 from fullshard.errors import Blame, DataError
@@ -17,15 +19,7 @@ from fullshard.errors import Blame, DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
 BESIDE = {"tools": "tools", "system": "system"}
-SHAPES: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (  # data.shape, its columns, and those it may have
-    ("messages", {"messages": "messages"}, BESIDE),
-    ("sharegpt", {"conversations": "messages"}, BESIDE),
-    ("prompt", {"prompt": "user", "completion": "assistant"}, BESIDE),
-    ("prompt", {"prompt": "user", "response": "assistant"}, BESIDE),
-    ("prompt", {"question": "user", "answer": "assistant"}, BESIDE),
-    ("alpaca", {"instruction": "user", "output": "assistant"}, {"input": "user", "history": "history", **BESIDE}),
-    ("text", {"text": "text"}, {}),
-)
+SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
 SHAPES_HINT = """Name the columns, data.columns: {question: user, answer: assistant} or {body: text}. Known are
 messages, conversations, prompt+completion, prompt+response, question+answer, instruction(+input)+output, text."""
@@ -36,11 +30,9 @@ WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 @dataclass(frozen=True)
 class Row:
-    """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row).
-
-    A message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name,
-    train (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight.
-    """
+    """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row). A
+    message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name, train
+    (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight."""
 
     origin: str
     messages: list[dict[str, Any]] | None = None
@@ -58,10 +50,8 @@ class Row:
 
 @dataclass
 class Account:
-    """What became of the records: read = used + dropped + bad + blank (+ held_out, of a share in another split).
-
-    ``copies`` are the repeats by weight beside. ``used`` and ``dropped`` are of the reading until an audit has its say.
-    """
+    """What became of the records: read = used + dropped + bad + blank (+ held_out); ``copies`` by weight are beside.
+    ``used`` and ``dropped`` are of the reading until an audit has its say."""
 
     read: int = 0
     used: int = 0
@@ -110,11 +100,9 @@ def read_source(paths: Paths, data: DataSection, seed: int = 0) -> Source:
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
-    """The rows of files, folders and data set ids, one after another, while ``account`` is filled.
-
-    Weight 2.5 gives each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError
-    with file and line for a row that cannot be used (unless data.on_bad is drop) and for a file without any.
-    """
+    """The rows of files, folders and data set ids, one after another, while ``account`` is filled. Weight 2.5 gives
+    each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError with file and line
+    for a row that cannot be used (unless data.on_bad is drop) and for a file without any."""
     account = Account() if account is None else account
     for place, entry in enumerate(paths if isinstance(paths, list) else [paths]):
         file = entry if isinstance(entry, DataFile) else DataFile(path=str(entry))
@@ -124,10 +112,7 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
 
 
 def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
-    """Label and SHA-256 of the bytes of each file of the rows; no row is read. Raises DataError where one is missing.
-
-    A data set of the Hugging Face hub has its fingerprint instead: of commit, files and split.
-    """
+    """Label and SHA-256 of each file of the rows (or a hub's fingerprint); no row is read. Raises DataError."""
     for entry in paths if isinstance(paths, list) else [paths]:
         for label, records, content in open_records(getattr(entry, "path", str(entry)), data.source):
             if isinstance(content, str):
@@ -143,10 +128,8 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
 
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
     """Each row and whether it is held out: ``share`` of them, exact to one row, at least one, drawn from each 100.
-
-    Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left.
-    """
-    seen = drawn = 0
+    Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left."""
+    seen, drawn = 0, 0
 
     def block_of(row: Row) -> int:
         nonlocal seen
@@ -180,14 +163,11 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
         drawn += len(chosen)
         for place, row in enumerate(block):
             times = int(whole) + (place in chosen)
-            if times:
-                account.used += 1
-                yield row
-            else:
+            account.used += times > 0
+            account.copies += max(0, times - 1)
+            if not times:
                 account.note(account.dropped, "weight of the file", row.origin)
-            for copy in range(1, times):
-                account.copies += 1
-                yield replace(row, copy=copy)
+            yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
@@ -195,8 +175,8 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
     layout, good, first = None, 0, None
     for number, record in records:
         account.read += 1
+        account.blank += record is ...
         if record is ...:
-            account.blank += 1
             continue
         origin = f"{label}:{number}"
         try:
@@ -215,11 +195,10 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         good += 1
         account.shapes[layout[0]] = None
         yield row
+    if not good and first:
+        raise DataError(f"{label}: no row can be used; the first: {first.message}", first.hint)
     if not good:
-        what = (
-            f"{label}: no row can be used; the first: {first.message}" if first else f"{label} is empty: no row in it."
-        )
-        raise DataError(what, first.hint if first else 'A row is, for example, {"text": "..."} on a line.')
+        raise DataError(f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.')
 
 
 def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:
@@ -232,7 +211,7 @@ def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layou
             raise DataError(f"data.columns gives {shape}, but what is needed is {needed}.", SHAPES_HINT)
         required = frozenset(name for name, part in columns.items() if part not in BESIDE)
         return shape, columns if "text" in parts else {"tools": "tools"} | columns, required
-    for shape, columns, more in SHAPES:
+    for shape, columns, more in (known.values() for known in SHAPES):
         if data.shape in ("auto", shape) and columns.keys() <= record.keys():
             return "+".join(columns) if len(columns) > 1 else shape, columns | more, frozenset(columns)
     wanted = "are no known shape" if data.shape == "auto" else f"are not those of data.shape={data.shape}"
@@ -318,13 +297,10 @@ def _read_list(value: Any, name: str, kind: type, origin: str) -> list[Any]:
 
 
 def _text(value: Any, name: str, origin: str) -> str:
-    if isinstance(value, list) and value and all(_is_text(part) for part in value):
-        return "".join(part["text"] for part in value)
+    """A text, also given in parts of text alone, as OpenAI's files may have it."""
+    texts = [part.get("text") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+    if texts and value == [{"type": "text", "text": str(text)} for text in texts]:
+        return "".join(texts)
     if not isinstance(value, str):
         raise BadRow(origin, f"{name} is no string: found {value!r:.40}", "Write the value in quotes.")
     return value
-
-
-def _is_text(part: Any) -> bool:
-    """Whether a part of a content is text alone, as OpenAI's files may have it."""
-    return isinstance(part, dict) and part == {"type": "text", "text": str(part.get("text"))}

@@ -1,8 +1,5 @@
-"""Processes that render chunks of rows, as many as there are cores; a small input needs none.
-
-One child reads the tokenizer (without torch) and forks into the others, before any thread of it exists. Each has a
-socket to this process; when that closes, however this process ended, the child ends too.
-"""
+"""Processes that render chunks of rows, as many as there are cores; a small input needs none. One child reads the
+tokenizer (without torch) and forks into the others; when its socket to this process closes, a child ends."""
 
 import os
 import signal
@@ -40,10 +37,8 @@ class Workers:
             self._process.wait()
 
     def in_order(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held.
-
-        Raises EOFError or ConnectionError where a child was killed.
-        """
+        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held. Raises
+        EOFError or ConnectionError where a child was killed."""
         source, done, number, given = iter(chunks), {}, 0, 0
         chunk = next(source, None)
         while chunk is not None or given < number:
@@ -69,13 +64,11 @@ class Workers:
 
     def _receive(self, done: dict[int, Any]) -> None:
         for worker in wait(list(self._busy), None if self._ready else 0):
-            answer = worker.recv()
-            if answer == SETUP:
+            if (answer := worker.recv()) == SETUP:
                 worker.send(self._setup)
                 continue
             self._idle.append(worker)
-            number = self._busy.pop(worker)
-            if number is not None:
+            if (number := self._busy.pop(worker)) is not None:
                 done[number] = answer
 
     def _start(self) -> None:

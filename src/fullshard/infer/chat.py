@@ -27,8 +27,7 @@ class ConsoleStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called by ``generate`` with each finished piece of text."""
         self.text += text
-        self._writer.write(text)
-        self._writer.flush()
+        print(text, end="", file=self._writer, flush=True)
 
 
 def start_chat(
@@ -36,48 +35,40 @@ def start_chat(
     system: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
     template_arguments: dict[str, Any] | None = None,
     reader: TextIO | None = None,
     writer: TextIO | None = None,
 ) -> int:
-    """Talk until /exit or the end of input; returns the number of answers given.
-
-    Each line is one user message. A model without a chat template completes each line by itself, without memory.
-    ``template_arguments``: variables of the chat template; default: those of the run that the model was merged from.
-    ``reader`` and ``writer`` default to the terminal. Raises UserError only where the model cannot be loaded or the
-    settings do not fit it.
-    """
+    """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
+    template completes each by itself. ``template_arguments``: default those of the merged run. Raises UserError where
+    the model cannot be loaded or the settings do not fit it."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
-    console = Console(file=writer, highlight=False)
+    console = Console(file=writer, highlight=False, style="dim")
     answerer = load_for_inference(model, template_arguments)
-    if answerer.has_template:
-        console.print(f"[dim]{HELP}[/dim]")
-    else:
+    if not answerer.has_template:
         prompt_tokens(answerer, "", system)  # refuses a system message
-        console.print(f"[dim]no chat template: every line is completed by itself; {HELP}[/dim]")
-    settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
+    console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
+    settings = generation_settings(answerer, max_new_tokens, temperature, 1.0)
     messages: list[dict[str, str]] = []
     num_answers = 0
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         while (line := _read_line(reader, writer)) is not None:
             text = line.strip()
             if text in ("/exit", "/quit"):
                 break
             if text == "/reset":
                 messages.clear()
-                console.print("[dim]the conversation starts anew[/dim]")
+                console.print("the conversation starts anew")
             elif text.startswith("/") and " " not in text:
-                console.print(f"[dim]{escape(text)} is unknown; {HELP}[/dim]")
+                console.print(f"{escape(text)} is unknown; {HELP}")
             elif text:
                 messages.append({"role": "user", "content": text})
                 try:
                     answer = _answer(answerer, messages, system, settings, writer)
                 except UserError as error:
                     messages.pop()
-                    console.print(f"[yellow]{escape(str(error))}[/yellow]\n[dim]/reset makes room[/dim]")
+                    console.print(f"[not dim yellow]{escape(str(error))}[/]\n/reset makes room")
                     continue
                 messages.append({"role": "assistant", "content": answer})
                 num_answers += 1
@@ -114,6 +105,5 @@ def _answer(answerer: Answerer, messages: list[Any], system: str | None, setting
             out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:
         out.write(" [stopped]")
-    out.write("\n")
-    out.flush()
+    print(file=out, flush=True)
     return streamer.text

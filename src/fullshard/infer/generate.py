@@ -1,8 +1,5 @@
-"""Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls.
-
-Prompts are padded on the left by us, whatever the tokenizer's file says, and pads are masked by place, so that the pad
-token may equal the stop token. Shapes: B prompts of a batch, S tokens of the longest prompt.
-"""
+"""Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls. Prompts are
+padded on the left and pads masked by place, so that pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +18,7 @@ from fullshard.infer.model_folder import read_merge_facts, stop_ids, union_of_id
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import load_plain
 
-Prompt = str | list[Message]
-"""A user message (plain text where the model has no chat template), or a list of role/content messages."""
+Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,8 @@ class Answerer:
 
 
 def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
-    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError if it is not whole.
-
-    ``template_arguments``: variables of the chat template; default: those of the run that the folder was merged from.
-    """
+    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError. ``template_arguments``:
+    variables of the chat template; default: those of the run that the folder was merged from."""
     if isinstance(model, Answerer):
         return model if template_arguments is None else replace(model, template_arguments=template_arguments)
     folder = fetch_model(model)
@@ -75,25 +69,16 @@ def generate_text(
     model: str | Path | Answerer,
     prompts: Sequence[Prompt],
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
-    batch_size: int = 16,
     system: str | None = None,
-    top_p: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
     template_arguments: dict[str, Any] | None = None,
+    **options: Any,
 ) -> list[str]:
-    """The answers to ``prompts``, in their order, without special tokens.
-
-    ``temperature`` 0 is greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by
-    ``seed``. ``system`` is put before prompts that have no system message. ``progress``: called with (done, in all).
-    ``template_arguments``: variables of the chat template; default: those of the run that the model was merged from.
-    Raises ConfigError for settings that do not fit and for a prompt that with its answer exceeds the model's positions.
-    """
+    """The answers to ``prompts``, in order, without special tokens. ``system``: for prompts that have none.
+    ``template_arguments``: default those of the merged run. ``options``: of ``generate_ids``. Raises ConfigError for
+    settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
-    answers = generate_ids(answerer, prompt_ids, max_new_tokens, temperature, seed, batch_size, top_p, progress)
-    return [decode(answerer, ids) for ids in answers]
+    return [decode(answerer, ids) for ids in generate_ids(answerer, prompt_ids, max_new_tokens, **options)]
 
 
 def decode(answerer: Answerer, ids: Sequence[int]) -> str:
@@ -126,7 +111,9 @@ def generate_ids(
     top_p: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id."""
+    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature`` 0 is
+    greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``progress``:
+    called with (done, in all)."""
     settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")
@@ -166,9 +153,8 @@ def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: fl
         (not 0 < top_p <= 1, f"top_p must be above 0 and at most 1; it is {top_p}."),
         (top_p != 1 and temperature == 0, f"top_p {top_p} has no effect at temperature 0."),
     ]
-    for is_wrong, message in problems:
-        if is_wrong:
-            raise ConfigError(message, "Greedy: temperature 0 and top_p 1. Sampling: for example temperature 0.7.")
+    if found := next((message for is_wrong, message in problems if is_wrong), None):
+        raise ConfigError(found, "Greedy: temperature 0 and top_p 1. Sampling: for example temperature 0.7.")
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
     return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)

@@ -1,8 +1,5 @@
-"""What a model folder says of itself: where answers stop, its generation config, and how it was made.
-
-Transformers refuses to save some generation configs that it reads without a word.
-``check_generation_config(folder)`` is for the start of a run; the merge writes what ``mended`` returns.
-"""
+"""What a model folder says of itself: where answers stop, its generation config (of which transformers refuses to save
+some that it reads), and how it was made."""
 
 import logging
 from collections.abc import Iterable
@@ -20,10 +17,7 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_tok
 
 def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
     """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
-    ids: list[int] = []
-    for group in groups:
-        ids += [group] if isinstance(group, int) else list(group or ())
-    return list(dict.fromkeys(ids))
+    return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -48,10 +42,8 @@ def check_generation_config(folder: Path) -> list[str]:
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A generation config that transformers accepts, and one line for each change.
-
-    Greedy configs lose their sampling settings, which had no effect; what still is refused is reduced to its token ids.
-    """
+    """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
+    settings, which had no effect; what still is refused is reduced to its token ids."""
     result, notes = dict(values), []
     if _problem(values) is None:
         return result, notes

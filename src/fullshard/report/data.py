@@ -19,12 +19,10 @@ WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 
 
 def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en") -> dict[str, Any]:
-    """Prepare the recipe's data into ``folder``, write the HTML page to ``page_path`` and return data.json's content.
-
-    Its new key "audit", also written to the folder's data.json, holds figures and ``histograms`` of each split's rows,
-    and ``near`` and ``near_eval``: ``rows`` (different training rows like another one, or like one of eval) and
-    ``places``, of the first 100: [row, what it is like, Jaccard index]. ``lang``: en or zh. Raises what prepare raises.
-    """
+    """Prepare the recipe's data into ``folder``, write the HTML page and return data.json's content, with the new key
+    "audit": figures and ``histograms`` of each split, ``near`` and ``near_eval``: ``rows`` (training rows like another
+    one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises what prepare
+    raises."""
     result = prepare(config, folder := Path(folder))
     splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
     audit = result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
@@ -104,10 +102,7 @@ def _page(result: dict[str, Any], train: PreparedData, tokenizer: Any, lang: str
     spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)
     examples = [words["examples_text"].format(SHOWN)]
     for number in ends + others[spread].tolist():
-        ids, supervised = train.row(number)
-        heading = words["example"].format(train.origin(number), len(ids), int(supervised.sum()))
-        ids, supervised = ids[-SHOWN:], supervised[-SHOWN:]
-        borders = np.flatnonzero(np.diff(supervised)) + 1
-        texts = [tokenizer.decode(part.tolist()) for part in np.split(ids, borders)]
-        examples.append(marked(heading, list(zip(texts, supervised[[0, *borders]], strict=True))))
+        figures = train.lengths[number], int(train.row(number)[1].sum())
+        heading = words["example"].format(train.origin(number), *figures)
+        examples.append(marked(heading, train.pieces(number, tokenizer, SHOWN)))
     return page(words["title"], [*sections, (words["lengths"], charts), (words["examples"], examples)], lang)

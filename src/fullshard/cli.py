@@ -232,7 +232,6 @@ def _print_trained(result: Any, json_output: bool) -> None:
 
 
 def _print_answers(result: Any, count: int) -> None:
-    """A table of the first answers: expected, the base's where there is one, the model's."""
     names = ["question", "expected", *(["base answer"] if result.base else []), "answer"]
     said = zip(*(each.answers[:count] for each in (result.base, result) if each), strict=False)
     rows = [[each[-1].prompt, each[-1].expected, *(answer.answer for answer in each)] for each in said]

@@ -85,7 +85,6 @@ def check_machine() -> MachineReport:
 
 
 def _judge(name: str, level: str, finding: str, fix: str) -> Check:
-    """A check that found ``level`` (warn or fail, with its fix) or, without one, nothing wrong."""
     return Check(name, level, finding, fix) if level else Check(name, "ok", finding)
 
 
@@ -131,7 +130,6 @@ def _check_accelerators() -> Check:
 
 
 def _check_host() -> list[Check]:
-    """Cores, memory and disk, beside what the quickstart wants."""
     host, folder = read_host(), Path.cwd()
     free, available = shutil.disk_usage(folder).free / 1e9, host.available_bytes / 1e9
     memory = f"{available:.1f} of {host.total_bytes / 1e9:.1f} GB free"

@@ -145,7 +145,6 @@ def evaluate_run(
 
 
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
-    """The rows as the training sees them, without those that are too long or have nothing to learn."""
     limit = answerer.max_positions or NO_LIMIT
     used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
     for row in rows:

@@ -64,7 +64,6 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
-    """The step of the run's newest (or the given) checkpoint, verified and not the last."""
     from fullshard.checkpoint.format import verify_checkpoint
 
     number, folder = newest_checkpoint(require_run(run), step)
@@ -167,7 +166,6 @@ def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tu
 
 
 def _environment() -> dict[str, Any]:
-    """Versions and devices; never environment variables."""
     import torch
 
     from fullshard.device import device_kind, num_cores, num_devices
@@ -179,7 +177,6 @@ def _environment() -> dict[str, Any]:
 
 
 def _started_by_launcher() -> bool:
-    """Whether this process is a rank already (torchrun, Slurm or Kubernetes wrappers)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

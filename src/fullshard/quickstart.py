@@ -166,7 +166,6 @@ def _built_in_model(console: Console) -> Path:
 
 
 def _evaluate(model: Path, console: Console) -> dict[str, Any]:
-    """Loss and greedy answers on the held-out rows of each language; the model is loaded once."""
     from fullshard.device import release_memory
     from fullshard.infer.generate import load_for_inference
 

@@ -125,7 +125,6 @@ def _values(model: str | Path, data: Path, num_rows: int, lengths: Lengths) -> d
 
 
 def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: str, plan: Plan | None) -> str:
-    """The recipe as text; JSON is YAML, so any path is safe."""
     data, quote, num_rows = values["data"], partial(json.dumps, ensure_ascii=False), len(source.rows)
     held_out = round((data["eval"] or 0) * num_rows)
     facts = {"rows": num_rows, "shapes": ", ".join(source.shapes), "lengths": lengths, "why": why, **values["train"]}

@@ -72,7 +72,6 @@ class BatchRenderer:
                 yield row, found
 
     def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
-        """The row's pattern, text and anchors; None for the slow way."""
         if row.messages is None or row.tools or not self._is_plain(row.messages):
             return None
         roles = _roles(row)
@@ -132,7 +131,6 @@ def _roles(row: Row) -> tuple[str, ...]:
 
 
 def _fill(pattern: _Pattern, row: Row) -> tuple[str, list[int]]:
-    """The row's text and its anchors, as character positions."""
     pieces = [pattern.literals[0]]
     for message, literal in zip(row.messages or (), pattern.literals[1:], strict=True):
         pieces += [message["content"], literal]
@@ -140,7 +138,6 @@ def _fill(pattern: _Pattern, row: Row) -> tuple[str, list[int]]:
 
 
 def _mask(pattern: _Pattern, encoding: Any, anchors: list[int]) -> Rendered:
-    """Ids and mask of one encoded text."""
     ids = list(encoding.ids)
     supervised = [False] * len(ids)
 

@@ -119,7 +119,6 @@ def template_hash(tokenizer: Any) -> str | None:
 
 
 def _template_text(tokenizer: Any) -> str:
-    """The chat template; several (with and without tools) as one JSON text; empty without one."""
     template = tokenizer.chat_template or ""
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
@@ -212,7 +211,6 @@ class Renderer:
             raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
 
     def _begin(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
-        """Take up a conversation; its messages as the template takes them: see ``_takes``."""
         self._tools = tools or None
         roles = [message["role"] for message in messages[:2]]
         if roles in (["system", "user"], ["developer", "user"]) and not self._takes(roles[0]):
@@ -365,7 +363,6 @@ def _says_something(message: Message) -> bool:
 
 
 def _common(first: str, second: str) -> str:
-    """The common beginning of two strings."""
     if second.startswith(first):
         return first
     return first[: next(i for i, letter in enumerate(first) if second[i : i + 1] != letter)]

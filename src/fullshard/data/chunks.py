@@ -1,7 +1,5 @@
 """Chunks of rows on their way to disk: rendered, cut or left out, counted, as arrays. No row depends on its chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b

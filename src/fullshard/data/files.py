@@ -105,7 +105,6 @@ def decode_json(text: str, origin: str, hint: str = "Every line must be one whol
 
 
 def _json_trouble(error: ValueError | RecursionError) -> str:
-    """What the decoder raised: no JSON, a key twice, 5,000 digits, or nested too deeply."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg}): found {error.doc[max(0, error.pos - 20) : error.pos + 20] or 'the end'!r}"
     return f"not JSON ({'nested too deeply' if isinstance(error, RecursionError) else error})"
@@ -167,7 +166,6 @@ def _read_json(path: Path) -> Iterator[Record]:
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
-    """Rows of a CSV file (commas, double quotes) as texts; the first one names the columns."""
     csv.field_size_limit(2**31 - 1)  # its default is 128 KiB a field
     with _open(path) as file:
         reader, start, names = csv.reader(file, strict=True), 1, []
@@ -191,7 +189,6 @@ def _read_csv(path: Path) -> Iterator[Record]:
 
 
 def _read_text(path: Path) -> Iterator[Record]:
-    """Paragraphs (separated by empty lines) with the line on which each begins."""
     start, lines = 1, []
     with _open(path) as file:
         for number, line in enumerate(itertools.chain(file, [""]), 1):
@@ -255,7 +252,6 @@ def _open_folder(folder: Path, split: str) -> Files:
 
 
 def _choose_split(splits: dict[str, Any], wanted: str, folder: Path) -> Any:
-    """The wanted split; else "train", or the only one there is."""
     name = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
         message = f"{folder} holds no data of the split {name!r}; there is {', '.join(splits) or 'none'}."

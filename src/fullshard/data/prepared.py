@@ -85,7 +85,6 @@ class PreparedData:
 
 
 def _map(path: Path) -> list[np.ndarray]:
-    """The tensors of a safetensors file, by name, as arrays in its memory map."""
     with safe_open(path, framework="pt") as file:
         found = [file.get_tensor(name).numpy() for name in sorted(file.keys())]
     for array in found:
@@ -343,7 +342,6 @@ def write_held_out(config: RunConfig, path: Path) -> None:
 
 
 def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> str:
-    """A hash of everything that the prepared data depends on."""
     options = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, chat.template_hash(tokenizer)]
     described = [*options, num_embeddings, tokenizer.special_tokens_map, tokenizer.is_fast]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())

@@ -171,7 +171,6 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
-    """The rows of one file; a bad one stops or is counted, as data.on_bad says."""
     layout, good, first = None, 0, None
     for number, record in records:
         account.read += 1
@@ -202,7 +201,6 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
 
 
 def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:
-    """From data.columns, or from data.shape and the first row of a known shape."""
     if columns := data.columns:
         parts, shape = set(columns.values()), ", ".join(f"{name} as {part}" for name, part in columns.items())
         alone = "text" if "text" in parts else "messages" if "messages" in parts else ""
@@ -297,7 +295,6 @@ def _read_list(value: Any, name: str, kind: type, origin: str) -> list[Any]:
 
 
 def _text(value: Any, name: str, origin: str) -> str:
-    """A text, also given in parts of text alone, as OpenAI's files may have it."""
     texts = [part.get("text") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
     if texts and value == [{"type": "text", "text": str(text)} for text in texts]:
         return "".join(texts)

@@ -76,7 +76,6 @@ def start_chat(
 
 
 def _read_line(reader: TextIO, writer: TextIO) -> str | None:
-    """The next line, or None at the end of the input. A prompt is shown on a terminal only."""
     if reader is sys.stdin and reader.isatty():
         try:
             return input("> ")  # line editing through readline

@@ -70,7 +70,6 @@ def _eager(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, dropout: float,
     sliding_window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """One document's attention written out, with soft-capped scores or a sink beside them."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)

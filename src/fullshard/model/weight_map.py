@@ -172,7 +172,6 @@ class WeightMap:
         return self._converted_group[1]
 
     def _source_name(self, name: str) -> str:
-        """The name under which the files hold it: a tied weight may lie there under any of its names."""
         return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)
 
     def _check(self, model: nn.Module) -> None:
@@ -221,12 +220,10 @@ class WeightMap:
 
 
 def _single(made: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A conversion's results; it gives a tensor or a list of one."""
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameter name -> all names of the same parameter, for tied ones."""
     by_identity: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), []).append(name)
@@ -234,7 +231,6 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _vocabulary_tensors(model: nn.Module) -> set[str]:
-    """Names of the tensors with one row a token: the embedding, the head and the head's bias."""
     owners = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     wanted = {id(parameter) for module in owners for parameter in module.parameters(recurse=False)}
     return {name for name, value in model.named_parameters(remove_duplicate=False) if id(value) in wanted}

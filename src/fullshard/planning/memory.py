@@ -171,5 +171,4 @@ def _backward_bytes(lines: list[Line]) -> int:
 
 
 def _share(count: int, ranks: int) -> int:
-    """``count / ranks`` rounded up."""
     return -(-count // ranks)

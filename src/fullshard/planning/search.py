@@ -214,7 +214,6 @@ def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
-    """Tries single changes, then two and three together, until three ways fit."""
     machine, singles = facts.machine, _changes(config, num_ranks, facts)
     ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
     fitting: dict[str, dict[str, Any]] = {}

@@ -57,7 +57,6 @@ def assume_volume(config: RunConfig, rows: int | None, mean_tokens: int | None) 
 
 
 def _prepared_volume(run: Path, config: RunConfig) -> Volume | None:
-    """The run folder's rows, if they were made by this recipe: same data section, seed and model."""
     from fullshard.data.prepared import open_prepared
 
     if not (run / CONFIG).is_file() or not (run / PREPARED / "train").is_dir():
@@ -74,7 +73,6 @@ def _prepared_volume(run: Path, config: RunConfig) -> Volume | None:
 
 
 def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:
-    """Estimated token lengths, cut at max_length, and the estimated supervised share."""
     found: list[int] = []
     supervised = total = 0
     for file in files:

@@ -77,14 +77,12 @@ def _near(train: PreparedData, held_out: PreparedData | None = None) -> dict[str
 
 
 def _figures(data: PreparedData) -> dict[str, Any]:
-    """Lengths of the rows as written, in tokens."""
     middle, most = np.percentile(data.lengths, [50, 95], method="inverted_cdf").tolist()
     share = f"{data.supervised.sum() / data.lengths.sum():.1%}"
     return {"share": share, "shortest": int(data.lengths.min()), "median": middle, "most": most}
 
 
 def _histogram(values: np.ndarray) -> dict[str, int]:
-    """The number of ``values`` in each of at most BINS equal bins, by the bin's range."""
     step = round_step(int(values.max() - values.min()) + 1, BINS - 1)
     first = int(values.min()) // step
     bins = enumerate(np.bincount(values // step - first).tolist(), first)

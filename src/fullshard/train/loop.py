@@ -311,12 +311,10 @@ class Trainer:
         return step
 
     def _position(self, step: int) -> list[int]:
-        """The place in the data after ``step``: epoch, and how many of its windows are done."""
         epochs = [epoch for epoch, _ in self.steps[:step]]
         return [epochs[-1], epochs.count(epochs[-1])]
 
     def _first_tokens(self, count: int) -> torch.Tensor:
-        """The first tokens of training row 0, (1, at most count) int64 on CPU."""
         return torch.tensor(self.data.row(0)[0][:count].tolist(), dtype=torch.long)[None]
 
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:

@@ -72,7 +72,6 @@ def build_sharded(
 
 
 def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
-    """The table of dtypes, read off the shards as they are."""
     rows = []
     for shard in sharded.shards():
         adapter = is_adapter(shard.name)

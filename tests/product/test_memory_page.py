@@ -77,7 +77,7 @@ def test_named_files_and_recipe_keys_exist(page):
 
     text = page.read_text(encoding="utf-8")
     links = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
-    assert len(links) == 5
+    assert len(links) == 6
     assert not [name for name in links if not (page.parent / name).exists()]
     paths = re.findall(r"`((?:src|tests|examples|docs)/[\w./-]+)`", text)
     assert paths and not [name for name in paths if not (ROOT / name).exists()]

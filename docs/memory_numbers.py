@@ -49,12 +49,12 @@ def sent_bytes(worth: float, parameters: float, ranks: int, bytes_each: int) -> 
 
 
 def gathered_in_a_step(shape: ModelShape, micro_batches: int = 1) -> int:
-    """Parameters that the torch engine gathers in a step: all units twice a micro-batch, [norm, head] only once.
+    """Parameters that the torch engine gathers in a step: blocks twice a micro-batch, embedding and [norm, head] once.
 
     For models whose head is a matrix of its own.
     """
     assert not shape.tied
-    return micro_batches * (2 * (shape.parameters - shape.head) + shape.head)
+    return micro_batches * (2 * shape.blocks + shape.embedding + shape.head)
 
 
 def checkpointed_bytes(tokens: int, hidden: int, layers: int, interval: int) -> int:

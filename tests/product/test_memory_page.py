@@ -215,14 +215,14 @@ def count_a_step(ranks, folder: str, micro_batches: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_step_sends_what_the_page_says(scripts, tmp_path, micro_batches):
-    """All units gathered twice a micro-batch and the head once, in bf16; gradients reduced once a step, in fp32."""
+    """Blocks gathered twice a micro-batch, embedding and head once, in bf16; gradients reduced once a step, in fp32."""
     from fullshard.planning.shape import build_for_plan, shape_of
 
     folder = make_tokenizer(make_model(tmp_path / "model", "qwen3", tie_word_embeddings=False))
     shape = shape_of(build_for_plan(str(folder)))
     assert not shape.tied and shape.head > 0
     expected = scripts[1].gathered_in_a_step(shape, micro_batches)
-    assert expected == micro_batches * (2 * (shape.embedding + shape.blocks) + shape.head)
+    assert expected == micro_batches * (shape.embedding + 2 * shape.blocks + shape.head)
     for found in pool(2).run(count_a_step, str(folder), micro_batches):
         assert found == {
             "_allgather_base_ torch.bfloat16": expected,

@@ -219,8 +219,13 @@ def test_a_row_over_the_length_leaves_no_tail_in_a_packed_run(tmp_path, k1_folde
     """HO-4: 13 and 10 tokens at length 10: in = used + dropped, and no window holds a piece of the long row."""
     rows = write_texts(tmp_path / "ho4.jsonl", 12, 9)
     config = recipe(tmp_path / "run", k1_folder, rows, {"max_length": 10, "packing": True})
+    said = prepare(config, tmp_path / "split")["report"]  # plain text without a policy: even pieces, and that is said
+    assert f"train: 1 texts longer than 10 tokens split into 2 ({rows}:1)" in said
+    assert open_prepared(tmp_path / "split", "train").lengths.tolist() == [6, 7, 10]
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": " ".join(WORDS[:8])}]
+    chat = write_chats(tmp_path / "chat.jsonl", turns)
     with pytest.raises(DataError, match="1 row is longer than"):
-        prepare(config, tmp_path / "refused")
+        prepare(recipe(tmp_path / "run", k1_folder, chat, {"max_length": 10}), tmp_path / "refused")
     dropped = recipe(tmp_path / "run", k1_folder, rows, {"max_length": 10, "packing": True, "too_long": "drop"})
     report = prepare(dropped, tmp_path / "prepared")["report"]
     assert "train: 23 tokens in = 10 used + 13 dropped + 0 cut" in report

@@ -79,9 +79,13 @@ def all_cases(ranks: Ranks, engine: str, dtype: torch.dtype, options: dict[str, 
     return {str(case): one_case(ranks, engine, dtype, case, options) for case in cases}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+SLOW_IN_FP32 = [pytest.param(torch.float32, num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 3, 4)]
+
+
 @pytest.mark.parametrize("engine", ["simple", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks"), [*((torch.float64, n) for n in (1, 2, 3, 4)), (torch.float32, 2), *SLOW_IN_FP32]
+)
 def test_gradients_equal_one_unsharded_process(num_ranks: int, engine: str, dtype: torch.dtype) -> None:
     for found in pool(num_ranks).run(all_cases, engine, dtype, {}):
         assert found and not {case: worst for case, worst in found.items() if worst > TOLERANCE[dtype]}

@@ -258,12 +258,15 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
-    prepared = run / run_folder.PREPARED
+    _require_same_data(run / run_folder.PREPARED, ranks)
+    return _run_as_rank(run, None, quiet, ranks)
+
+
+def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
     hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
     if len(dict(hashes)) > 1:
         found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
         ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
-    return _run_as_rank(run, None, quiet, ranks)
 
 
 def _require_shared(run: Path, ranks: "Ranks") -> None:

@@ -88,7 +88,7 @@ def test_a_folder_of_another_node_is_named(tmp_path):
 def data_of(ranks: Ranks, folders: list[str]) -> str:
     with mock.patch("socket.gethostname", return_value=f"node{ranks.rank}"):
         try:
-            launch._require_same_data(Path(folders[ranks.rank]), ranks)
+            launch._require_same_data(Path(folders[ranks.rank]) / "prepared", ranks)
         except DataError as error:
             return error.message
     return "same"

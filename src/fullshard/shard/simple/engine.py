@@ -95,7 +95,7 @@ class SimpleShardedModel:
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
         self.events: list[tuple[float, str, str, int]] | None = None
-        device = device_of(mesh)
+        self._device = device = device_of(mesh)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
         ranks = dist.get_process_group_ranks(shard_mesh.get_group())
@@ -107,12 +107,11 @@ class SimpleShardedModel:
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
         self._last, self._in_backward = True, False
-        self._device = device
-        self._build(model, units, replicated, precision, strategy, device)
+        self._build(model, units, replicated, precision, strategy)
 
     def _build(
         self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], precision: Precision,
-        strategy: str, device: torch.device,
+        strategy: str,
     ) -> None:  # fmt: skip
         """Move every parameter into a group of its unit, and hang the hooks on the units' modules."""
         prefix = getattr(model, "name_prefix", "")
@@ -163,7 +162,7 @@ class SimpleShardedModel:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = buffer.to(self._device)
         for unit in self._units:
             unit.needs_values_in_backward = not all(isinstance(module, nn.Embedding) for module in unit.modules)
             for module in unit.modules:

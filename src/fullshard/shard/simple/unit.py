@@ -218,9 +218,7 @@ class Group:
         self.phase = Phase.SHARDED
 
     def bind_gradients(self) -> None:
-        """Show the sums to the optimizer as ``shards[i].grad``."""
-        if self.gradient_S is None:
-            return
+        """Show the sums, which are there, to the optimizer as ``shards[i].grad``."""
         for slot, shard in zip(self.layout.slots, self.shards, strict=True):
             start, stop = self.layout.local_range(slot, self.rank)
             shard.grad = self.gradient_S[start:stop].to(shard.dtype)
@@ -275,7 +273,6 @@ class Unit:
     groups: list[Group] = field(default_factory=list)
     needs_values_in_backward: bool = True
     uses: int = 0  # forward calls whose backward has not come
-    in_backward: bool = False
     finished: bool = False  # in this backward
 
     def start_gather(self) -> None:

@@ -17,6 +17,7 @@ from tiny_models import make_model, make_tokenizer
 from fullshard.config import config_from_dict
 from fullshard.data.pack import windows
 from fullshard.data.prepared import prepare
+from fullshard.errors import TrainError
 from fullshard.run_folder import METRICS, PREPARED
 
 
@@ -46,7 +47,7 @@ def train(ranks, run: str, config: dict, micro_batch: list, recompute=False, stu
     plan = {"micro_batch": micro_batch, "precision": "fp32", "recompute": recompute}
     try:
         loop.run_rank(Path(run), config_from_dict(config), plan, ranks, None, True)
-    except Exception as error:
+    except TrainError as error:
         if not poison:
             raise
         said.append(f"ended: {error}")

@@ -65,6 +65,13 @@ def origins(folder: Path, split: str) -> list[str]:
 
 
 @pytest.fixture
+def new_children():
+    """The processes started since the test began, theirs too: other tests' resident ranks are no matter here."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
+
+
+@pytest.fixture
 def two_workers(monkeypatch):
     monkeypatch.setattr(workers, "ALONE_CHUNKS", 1)
     monkeypatch.setattr(prepared, "num_cores", lambda: 2)
@@ -83,14 +90,14 @@ def waits_for_workers(two_workers, monkeypatch):
     monkeypatch.setattr(workers.Workers, "_receive", wait_and_receive)
 
 
-def test_processes_give_the_same_bytes(k1_folder, tmp_path, monkeypatch, waits_for_workers):
+def test_processes_give_the_same_bytes(k1_folder, tmp_path, monkeypatch, waits_for_workers, new_children):
     config = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 4300), eval=0.03)
     rendered = []
     here = workers.ChunkRenderer.__call__
     monkeypatch.setattr(workers.ChunkRenderer, "__call__", lambda self, chunk: rendered.append(1) or here(self, chunk))
     result = prepare(config, tmp_path / "many")
     assert len(rendered) == 2  # the other seven chunks were rendered elsewhere
-    assert not psutil.Process().children()
+    assert not new_children()
     monkeypatch.setattr(prepared, "num_cores", lambda: 1)
     assert prepare(config, tmp_path / "one") == result
     assert len(rendered) == 2 + 9
@@ -206,17 +213,17 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path)
     assert bytes_of(tmp_path / "p") == bytes_of(tmp_path / "whole")
 
 
-def test_a_killed_worker_is_said_and_its_rows_are_not_lost(k1_folder, tmp_path, waits_for_workers):
+def test_a_killed_worker_is_said_and_its_rows_are_not_lost(k1_folder, tmp_path, waits_for_workers, new_children):
     config = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 5000))
 
     def kill_one(split, done, total):
         if done == 1000:
-            os.kill(psutil.Process().children(recursive=True)[-1].pid, signal.SIGKILL)
+            os.kill(new_children()[-1].pid, signal.SIGKILL)
 
     with pytest.raises(DataError, match="A process that tokenises rows has ended: killed") as caught:
         prepare(config, tmp_path / "p", kill_one)
     assert "The rows done are kept" in caught.value.hint
-    assert not psutil.Process().children()
+    assert not new_children()
     assert (partial_folder(tmp_path / "p") / "journal.json").is_file()
     assert prepare(config, tmp_path / "p")["train"]["used"] == 5000
 
@@ -375,11 +382,11 @@ def test_one_slow_chunk_does_not_pile_up_the_others(two_workers, tmp_path):
     assert given == list(range(50))
 
 
-def test_time_is_not_needed_to_notice_the_end(two_workers, k1_folder, tmp_path):
+def test_time_is_not_needed_to_notice_the_end(two_workers, k1_folder, tmp_path, new_children):
     """An input that is done before the workers are up: they are ended, not waited for."""
     started = time.monotonic()
     prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 1100)), tmp_path / "p")
-    assert not psutil.Process().children()
+    assert not new_children()
     assert time.monotonic() - started < 60
 
 

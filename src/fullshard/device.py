@@ -129,10 +129,9 @@ class SideStream:
 
 
 def one_core_environment() -> dict[str, str]:
-    """This process's environment for a child that tokenises on one core; glibc keeps what is freed for the next row."""
-    malloc = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=4096", "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
+    """This process's environment for a child that tokenises on one core."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
-    return {**os.environ, **malloc, **one, "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **one, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def require_tf32() -> None:

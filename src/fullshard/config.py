@@ -116,6 +116,8 @@ class TrainSection(Section):
     warmup: float = Field(0.05, ge=0)
     clip_norm: float = Field(1.0, ge=0)
     recompute: Literal["auto", "none", "blocks"] | Annotated[int, Field(ge=1)] = "auto"
+    sharding: Literal["full", "keep", "replicate"] = "full"
+    replicas: int = Field(1, ge=1)
     eval_every: int | None = Field(None, ge=1)
     save_every: int | None = Field(None, ge=1)
     keep_last: int = Field(2, ge=1)
@@ -156,6 +158,8 @@ class RunConfig(Section):
         for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
             if not value or not all(value):
                 raise ValueError(f"{name} is empty")
+        if self.train.sharding == "replicate" and self.engine != "simple":
+            raise ValueError("train.sharding=replicate needs engine=simple; fully_shard has full and keep")
         if self.data.columns == {}:
             raise ValueError("data.columns is empty; leave it out where the columns are known by themselves")
         output, model = os.path.realpath(self.output), os.path.realpath(os.path.expanduser(self.model.path))

@@ -60,6 +60,13 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.host)
         return box[0]
 
+    def mesh_of(self, replicas: int) -> DeviceMesh:
+        """All ranks, cut into so many groups: parameters are sharded inside one and the same in all (HSDP)."""
+        if replicas == 1:
+            return self.mesh
+        shape = (replicas, self.num_ranks // replicas)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.host)

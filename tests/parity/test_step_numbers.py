@@ -197,7 +197,7 @@ def test_an_adapter_that_took_part_without_a_gradient_is_an_error():
         for layer in run:
             layers[layer](torch.ones(1, 2))
         gradients = [torch.full((4,), values.get(name, 0.0)) for name in names]
-        shards = [Shard(n, (2, 2), 0, 4, torch.ones(4), g, True) for n, g in zip(names, gradients, strict=True)]
+        shards = [Shard(n, (2, 2), 0, 4, torch.ones(4), g, True, False) for n, g in zip(names, gradients, strict=True)]
         return reach.report(shards, alone)
 
     both = {names[1]: 1.0, names[3]: 1.0}

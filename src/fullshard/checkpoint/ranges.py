@@ -43,7 +43,7 @@ def save_checkpoint(
             temporary.mkdir(parents=True)
     ranks.barrier()
     part = f"part_{ranks.rank:05d}.safetensors"
-    tensors, described = _local_ranges(sharded, moments, ranks, part)
+    tensors, described = _local_ranges(sharded, moments, part)
     parts = {part: tensors} if tensors else {}
     if ranks.is_first:
         parts[PROOF] = {name: value.contiguous() for name, value in proof.items()}
@@ -77,15 +77,13 @@ def save_checkpoint(
 
 
 def _local_ranges(
-    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, file: str
+    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], file: str
 ) -> tuple[dict[str, torch.Tensor], list[StoredTensor]]:
-    """This rank's tensors by key, and what they are, each of one piece. Replicated ones: rank 0 only."""
+    """This rank's tensors by key, and what they are, each of one piece; copies are left out."""
     tensors: dict[str, torch.Tensor] = {}
     described = []
     for shard in sharded.shards():
-        if not shard.trainable or shard.start == shard.stop:
-            continue
-        if sharded.replicas(shard.name) > 1 and not ranks.is_first:
+        if not shard.trainable or shard.start == shard.stop or shard.is_copy:
             continue
         name = stored_name(shard.name)
         kinds = {"weight": shard.value}

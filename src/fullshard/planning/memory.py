@@ -33,6 +33,8 @@ class Job:
     adapted_inputs: int  # input features of a block's layers under DoRA, else 0
     on_cpu: bool
     vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
+    gathers_all: bool = False  # blocks stay gathered from forward to backward or longer
+    replicas: int = 1  # groups of ranks that each hold everything (HSDP)
 
     @property
     def compute_bytes(self) -> int:
@@ -80,7 +82,7 @@ def gathered_parameters(shape: ModelShape) -> int:
 
 def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
     """A rank's memory in training, by cause. Zero causes are left out."""
-    size, ranks, compute = shape.parameters, job.num_ranks, job.compute_bytes
+    size, ranks, compute = shape.parameters, job.num_ranks // job.replicas, job.compute_bytes
     adapters, vocabulary = job.adapters, job.vocabulary
     is_full, states = job.method == "full", 8 if job.optimizer == "adamw" else 0
     master = precision_of(job.precision).master.itemsize  # of a trained weight, and of its gradient
@@ -103,7 +105,7 @@ def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
             Line("adapters", (2 * master + states) * adapters, f"{held} x {adapters:,}, on every rank", "always"),
             shared("vocabulary", 2 * master + states, vocabulary, held),
         ]
-    gathered = gathered_parameters(shape)
+    gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
     lines += [

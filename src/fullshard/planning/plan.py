@@ -38,6 +38,7 @@ class Plan:
     seconds_high: float
     notes: tuple[str, ...]
     card: str = ""  # of --devices: the plan is for machines that are not here
+    reduce_each: bool = False  # gradients are reduced after each micro-batch: there is no memory to keep them whole
     is_assumed: bool = False  # rows and tokens were not read from any file
 
     def to_text(self) -> str:

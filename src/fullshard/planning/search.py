@@ -51,6 +51,7 @@ class Choice:
     job: Job
     micro_batch: tuple[int, str]
     moments: dict[str, int]
+    reduce_each: bool  # after each micro-batch, so that no whole gradients are kept
 
     @property
     def peak_bytes(self) -> int:
@@ -79,6 +80,11 @@ def make_plan(
     num_ranks = count or ranks or default_ranks()
     if ranks not in (None, num_ranks):
         raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
+    if num_ranks % config.train.replicas:
+        message = f"train.replicas={config.train.replicas} does not divide {num_ranks} ranks."
+        raise PlanError(
+            message, f"Take one of {', '.join(str(n) for n in range(1, num_ranks + 1) if not num_ranks % n)}."
+        )
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
@@ -146,17 +152,21 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     lengths = np.minimum(facts.volume.lengths, limit)
     first = windows(lengths, train.seed, 0, parse_quantity(train.global_batch))[:3]
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
-    for recompute, micro_batch in itertools.product(recomputes, _micro_batches(config, num_ranks, facts)):
+    ways = itertools.product((False, True), recomputes, _micro_batches(config, num_ranks, facts))
+    for reduce_each, recompute, micro_batch in ways:
         count, unit = micro_batch
+        accumulates = any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first)
+        if reduce_each and not accumulates:
+            continue
         job = Job(
             method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, recompute=recompute,
             precision=choose_precision(config, facts.machine), on_cpu=facts.machine.kind == "cpu",
             micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
-            accumulates=any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first),
+            accumulates=accumulates and not reduce_each, gathers_all=train.sharding != "full", replicas=train.replicas,
             adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
             adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
         )  # fmt: skip
-        yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
+        yield Choice(job, micro_batch, moment_peaks(facts.shape, job), reduce_each)
 
 
 def longest_row(config: RunConfig, facts: Facts) -> int:
@@ -249,7 +259,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
-        micro_batch=choice.micro_batch, recompute=job.recompute,
+        micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
         lines=tuple(memory_lines(facts.shape, job)), moments=choice.moments,
         peak_bytes=choice.peak_bytes, usable_bytes=machine.usable_bytes(num_ranks),
         rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
@@ -276,6 +286,8 @@ def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
         yield f"{job.precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
     if on_cpu and job.precision == "fp16":
         yield "fp16 on a CPU is for correctness: slow, and its time is planned at the rate of bf16"
+    if choice.reduce_each:
+        yield "gradients are reduced after each micro-batch: whole sums over a step would not fit; more traffic"
     if job.recompute and config.train.recompute == "auto":
         yield "activations are recomputed because they would not fit otherwise; a third more work"
     if config.data.max_length > job.longest == facts.shape.max_positions:

@@ -108,7 +108,9 @@ class Trainer:
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
         new_ids = added_ids(tokenizer, config.model.add_tokens)
-        self.built: Built = build_sharded(config, ranks, self.precision, plan["recompute"], new_ids)
+        self.built: Built = build_sharded(
+            config, ranks, self.precision, plan["recompute"], new_ids, plan.get("reduce_each", False)
+        )
         self.sharded = self.built.sharded
         self.optimizer = updates.build_optimizer(config, self.sharded)
         self.moments = updates.optimizer_state(self.optimizer)

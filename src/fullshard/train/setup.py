@@ -40,9 +40,11 @@ class Built:
 
 
 def build_sharded(
-    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = ()
-) -> Built:
-    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens."""
+    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = (),
+    reduce_each: bool = False,
+) -> Built:  # fmt: skip
+    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens; ``reduce_each``:
+    of ``shard_model``."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
     fingerprint = files.fingerprint()
@@ -60,7 +62,10 @@ def build_sharded(
     load_buffers(causal_lm, weights)
     loss_model = LossModel(causal_lm, config.train.router_loss)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
-    sharded = shard_model(loss_model, find_units(causal_lm), adapters, ranks.mesh, precision, config.engine)
+    sharded = shard_model(
+        loss_model, find_units(causal_lm), adapters, ranks.mesh_of(config.train.replicas), precision, config.engine,
+        config.train.sharding, reduce_each,
+    )  # fmt: skip
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]

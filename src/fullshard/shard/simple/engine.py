@@ -102,7 +102,8 @@ class SimpleShardedModel:
         self.num_ranks = len(ranks)
         reduce_dtype = None if device.type == "cpu" else precision.reduce
         reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
-        self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype)
+        is_copy = mesh.ndim > 1 and mesh.get_coordinate()[0] > 0
+        self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype, is_copy)
         self._pool = BufferPool(BUFFERS, device)
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []

@@ -241,7 +241,7 @@ class Group:
         """One parameter's range as the rest of the product sees it."""
         start, stop = self.layout.own_range(slot, self.rank)
         gradient = shard.grad.detach() if shard.grad is not None else None
-        return Shard(slot.name, slot.shape, start, stop, shard.detach(), gradient, self.trainable)
+        return Shard(slot.name, slot.shape, start, stop, shard.detach(), gradient, self.trainable, self._wires.is_copy)
 
 
 @dataclass
@@ -251,6 +251,7 @@ class Wires:
     gather: Wire
     reduce: Wire
     reduce_dtype: torch.dtype | None  # None: as computed (rank-ordered fp32 sums follow)
+    is_copy: bool  # this rank is in a later replica (HSDP)
 
     def dtype_of(self, group: Group) -> torch.dtype:
         """The dtype in which the group's gradients travel."""

@@ -8,7 +8,7 @@ import torch
 
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError
-from fullshard.merge.adapter import ASK_BASE, AdapterSet, ModelNames
+from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames
 from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks
 
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -17,11 +17,20 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 class ExactWeights:
     """The exact value of every parameter after training: trained in fp32, folded in fp32, or the base's own."""
 
-    def __init__(self, names: ModelNames, checkpoint: OwnCheckpoint, adapters: AdapterSet | None) -> None:
-        """Raises MergeError where a trained tensor has no place in the base or another shape."""
-        self._names, self._checkpoint, self._adapters = names, checkpoint, adapters
-        self._trained = _check_trained(names, checkpoint, adapters is None)
-        self._folded = set(adapters.by_parameter) if adapters else set()
+    def __init__(self, names: ModelNames, checkpoint: OwnCheckpoint, adapters: dict[str, Adapter] | None) -> None:
+        """``adapters``: None for a full fine-tuning, which must hold all parameters. Raises MergeError where a trained
+        tensor has no place in the base or another shape."""
+        self._names, self._checkpoint, self._folded, is_full = names, checkpoint, adapters or {}, adapters is None
+        self._trained = {name for name in checkpoint.weights if is_full or ".lora_" not in name}
+        for name in sorted(self._trained):
+            found, shape = checkpoint.weights[name].shape, names.weights.shapes.get(name)
+            if names.canonical.get(name) != name or found != shape:
+                expected = f"it has shape {shape} there" if name in names.canonical else "it has no such parameter"
+                raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
+        wanted = [name for name in names.canonical.values() if name not in names.frozen]
+        if is_full and (absent := [name for name in wanted if name not in self._trained]):
+            lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
+            raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
 
     def is_changed(self, name: str) -> bool:
         """Whether training changed the parameter (its exact value is then fp32)."""
@@ -40,8 +49,7 @@ class ExactWeights:
                 continue
             rows = self._names.weights.read(name, start, stop)
             if canonical in self._folded:
-                adapter = self._adapters.by_parameter[canonical]
-                rows = adapter.fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
+                rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
             yield rows
 
     def whole(self, name: str) -> torch.Tensor:
@@ -68,21 +76,6 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
             blocks = partial(lambda name: iter([weights.restore(name, exact.whole).reshape(-1)]), name)
         outputs.append(OutputTensor(name, shape, stored_dtype, blocks, torch.float32 if changed else base_dtype))
     return outputs
-
-
-def _check_trained(names: ModelNames, checkpoint: OwnCheckpoint, is_full: bool) -> set[str]:
-    """Names of the base parameters that the checkpoint holds; for a full fine-tuning it must hold them all."""
-    trained = {name: stored for name, stored in checkpoint.weights.items() if is_full or ".lora_" not in name}
-    for name, stored in trained.items():
-        shape = names.weights.shapes[name] if name in names.canonical else None
-        if names.canonical.get(name) != name or stored.shape != shape:
-            expected = f"it has shape {shape} there" if shape is not None else "it has no such parameter"
-            raise MergeError(f"{name} {stored.shape} does not fit the base model: {expected}.", ASK_BASE)
-    absent = [name for name in names.canonical.values() if name not in trained and name not in names.frozen]
-    if is_full and absent:
-        lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
-        raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
-    return set(trained)
 
 
 def _copied_blocks(names: ModelNames, name: str) -> Iterator[torch.Tensor]:

@@ -31,20 +31,15 @@ def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
 
 def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
     """Copy tokenizer files, chat templates and licence texts byte for byte; return their names."""
-    copied = []
-    for pattern in SIDE_FILES:
-        for path in sorted(base.glob(pattern)):
-            name = path.relative_to(base).as_posix()
-            if path.is_file() and name not in copied:
-                (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, folder / name)
-                copied.append(name)
-    return copied
+    found = (path for pattern in SIDE_FILES for path in sorted(base.glob(pattern)) if path.is_file())
+    names = list(dict.fromkeys(path.relative_to(base).as_posix() for path in found))
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(base / name, folder / name)
+    return names
 
 
-def write_configs(
-    base: Path, folder: Path, dtype: str, trained_stop_ids: Iterable[int], vocabulary_size: int
-) -> list[str]:
+def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
     """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
     config = read_json(base / "config.json")
     generation = read_generation_config(base)
@@ -52,7 +47,7 @@ def write_configs(
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
     base_ids = (generation.get("eos_token_id"), config.get("eos_token_id"))
-    ids = union_of_ids(*base_ids, trained_stop_ids, end_id)
+    ids = union_of_ids(*base_ids, trained_ids, end_id)
     generation, notes = mended(generation)
     for values in (config, generation):
         if ids:

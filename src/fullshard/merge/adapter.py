@@ -64,7 +64,7 @@ class Adapter:
 
 
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Adapter]:
-    """Adapters by the parameter they change. MergeError where one does not fit the base, there is none, or none moved."""
+    """Adapters by the parameter they change. MergeError where one does not fit, there is none, or none moved."""
     rank = checkpoint.manifest.trainer["adapter"]["rank"]
     found = [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]
     if not found:

@@ -19,7 +19,8 @@ from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
-from fullshard.infer.model_folder import read_merge_facts
+from fullshard.infer.model_folder import MERGE_FACTS
+from fullshard.run_folder import read_json
 from fullshard.train.held_out import held_out_loss
 from fullshard.train.loss import LossModel
 
@@ -80,20 +81,16 @@ class EvalResult:
         return "\n".join(lines)
 
 
-class RenderedRows:
-    """Rows as token ids in memory, read like prepared data. ``lengths`` and ``supervised`` are int64, one a row."""
+class RenderedRows(list[tuple[np.ndarray, np.ndarray]]):
+    """Rows (token ids int64, which of them are supervised bool) in memory, read like prepared data. ``lengths`` and
+    ``supervised`` are int64, one a row."""
+
+    row = list.__getitem__
 
     def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        self._rows = rows
+        super().__init__(rows)
         self.lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
         self.supervised = np.array([int(supervised[1:].sum()) for _, supervised in rows], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (int64) and which of them are supervised (bool) of one row."""
-        return self._rows[index]
 
 
 def evaluate_run(
@@ -112,7 +109,9 @@ def evaluate_run(
     that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
     DataError where no row can be used, ModelError, ConfigError."""
     if settings is None:
-        settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
+        loaded = isinstance(model, Answerer)
+        made = {} if loaded else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
+        settings = made.get("settings", {})
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}
     if columns := settings.get("columns"):  # a run writes its held-out rows as messages or text, whatever they were

@@ -44,9 +44,8 @@ def train_run(
     if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
-    run = Path(config.output)
-    prepare_run(config, run, ranks, quiet, text, [])
-    return _launch(run, ranks, None, quiet)
+    prepare_run(config, ranks, quiet, text, [])
+    return _launch(Path(config.output), ranks, None, quiet)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
@@ -88,9 +87,7 @@ def _check_ranks(ranks: int | None) -> None:
         raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
 
 
-def prepare_run(
-    config: RunConfig, run: Path, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]
-) -> None:
+def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
     from rich.progress import Progress
@@ -103,6 +100,7 @@ def prepare_run(
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
+    run = Path(config.output)
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
     if run.exists() and (not run.is_dir() or set(run.iterdir()) - {unfinished}):
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
@@ -254,7 +252,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
             _clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
-        prepare_run(config, run, ranks.num_ranks, quiet, text, launchers)
+        prepare_run(config, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
@@ -271,7 +269,7 @@ def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
 
 def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
-    token = run / f".{ranks.broadcast_object(uuid.uuid4().hex)}"
+    token = run / f".{ranks.gather_objects(uuid.uuid4().hex)[0]}"
 
     def put() -> None:
         run.mkdir(parents=True, exist_ok=True)
@@ -303,8 +301,7 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks 
 
     ranks = ranks or start_ranks()
     if resume_step is None:
-        found = list_checkpoints(run) if ranks.is_first else []
-        resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
+        resume_step = ranks.gather_objects(max(dict(list_checkpoints(run)), default=0))[0]
     values = read_json(run / run_folder.CONFIG)
     asked = values.pop(ASKED, values["model"])
     if not Path(values["model"]["path"]).is_dir():  # another node's cache may lie elsewhere

@@ -14,9 +14,10 @@ from transformers import GenerationConfig
 from fullshard.data.chat import Message, Renderer, choose_pad_id
 from fullshard.device import select_device
 from fullshard.errors import ConfigError
-from fullshard.infer.model_folder import read_merge_facts, stop_ids, union_of_ids
+from fullshard.infer.model_folder import MERGE_FACTS, stop_ids, union_of_ids
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import load_plain
+from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
 
@@ -61,7 +62,8 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
     if template_arguments is None:
-        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments") or {}
+        made = read_json(folder / MERGE_FACTS, optional=True)
+        template_arguments = made.get("settings", {}).get("template_arguments") or {}
     return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
 
 

@@ -20,25 +20,15 @@ def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
     return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The model folder's generation config as a dict; empty where it has none."""
-    return read_json(folder / GENERATION_CONFIG, optional=True)
-
-
-def read_merge_facts(folder: Path) -> dict[str, Any]:
-    """What our merge wrote about this folder; empty for any other model."""
-    return read_json(folder / MERGE_FACTS, optional=True)
-
-
 def stop_ids(folder: Path) -> list[int]:
     """Ids that end an answer: those of the generation config, else those of config.json; possibly none."""
-    from_generation = union_of_ids(read_generation_config(folder).get("eos_token_id"))
+    from_generation = union_of_ids(read_json(folder / GENERATION_CONFIG, optional=True).get("eos_token_id"))
     return from_generation or union_of_ids(read_json(folder / "config.json").get("eos_token_id"))
 
 
 def check_generation_config(folder: Path) -> list[str]:
     """What ``mended`` would change in this folder's generation config, one line each; empty where it is fine."""
-    return mended(read_generation_config(folder))[1]
+    return mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

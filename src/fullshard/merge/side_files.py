@@ -15,7 +15,7 @@ from huggingface_hub.repocard import metadata_load
 
 from fullshard.checkpoint.format import Manifest
 from fullshard.data.chat import load_tokenizer
-from fullshard.infer.model_folder import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
+from fullshard.infer.model_folder import GENERATION_CONFIG, mended, union_of_ids
 from fullshard.merge.writer import OutputTensor
 from fullshard.model.load import SIDE_FILES
 from fullshard.run_folder import read_json, write_json
@@ -42,7 +42,7 @@ def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
 def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
     """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
     config = read_json(base / "config.json")
-    generation = read_generation_config(base)
+    generation = read_json(base / GENERATION_CONFIG, optional=True)
     if not generation:
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None

@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 from fullshard.config import RunConfig
 from fullshard.errors import ModelError, without_secrets
-from fullshard.model.load import INDEX, SIDE_FILES, check_model_folder, weight_names
+from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
-WAYS = """Other ways:
-     a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
-     ModelScope:  pip install 'fullshard[modelscope]', then model.source=modelscope in the recipe
-     your folder: model.path=FOLDER (config.json, tokenizer files, *.safetensors)"""
+WAYS = FACTS["other_ways"]
 
 
 class _Hub(NamedTuple):

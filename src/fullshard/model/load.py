@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -22,18 +23,9 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SIDE_FILES = (  # tokenizer, chat templates and licence: what is fetched and what a merged folder takes over
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
-    *("vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "processor_config.json"),
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
-)
+FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
-REFUSED_FAMILIES = {  # by transformers' model_type, as tried with tiny models on transformers 5.24
-    "rwkv": "its forward changes tensors in place, so that backward fails",
-    "falcon_h1": "its mup_vector buffers are in no file and not made by the model's own initialisation",
-    "minimax": "its linear attention's fp32 buffers do not mix with bf16 weights",
-    "phimoe": "its router draws random numbers in training, so that the loss depends on the number of ranks",
-}
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
@@ -114,18 +106,6 @@ def read_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(folder)
 
 
-def _refuse_untrainable(config: Any, path: str | Path) -> None:
-    family, quantised = config.model_type, getattr(config, "quantization_config", None)
-    if family in REFUSED_FAMILIES:
-        raise ModelError(f"{family} models are refused: {REFUSED_FAMILIES[family]}.", "What works: docs/models.md")
-    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
-        raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
-        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
-
-
 def attention_for(config: Any, packing: bool = False) -> str:
     """What to ask of transformers: the device's, "eager" for families without it; ``packing``: ours, if it can be."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -145,7 +125,15 @@ def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) 
 
 def build_from_config(config: Any, path: str | Path, packing: bool = False) -> nn.Module:
     """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
-    _refuse_untrainable(config, path)
+    family, quantised = config.model_type, getattr(config, "quantization_config", None)
+    if family in REFUSED_FAMILIES:
+        raise ModelError(f"{family} models are refused: {REFUSED_FAMILIES[family]}.", "What works: docs/models.md")
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
+        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
     attention = attention_for(config, packing)
     with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)

@@ -54,9 +54,7 @@ class TrainResult:
         return cls(**{**read_json(run / RESULT), "run": run})
 
 
-def run_rank(
-    run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool
-) -> None:
+def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool) -> None:
     """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
     set_fast_fp32(False)
     started = time.perf_counter()
@@ -66,10 +64,10 @@ def run_rank(
     lock = claim_run(run) if ranks.is_first else None
     require_trackers(config.train.trackers)
     trackers = config.train.trackers if ranks.is_first else []
-    log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet, trackers)
+    log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, trackers)
     try:
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
-        first_step = trainer.resume(resume_step) if resume_step else 0
+        first_step = trainer.resume(resume) if resume else 0
         trainer.prove_start()
         first_eval = trainer.evaluate(0) if held_out is not None and not first_step else None
         set_fast_fp32(trainer.precision.fast_fp32)  # what stands before compares products of different shapes
@@ -279,12 +277,8 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
-        trainer |= {
-            "position": self._position(step),
-            "precision": self.precision.name,
-            "loss_scale": asdict(self.scale),
-        }
-        trainer["add_tokens"] = self.config.model.add_tokens
+        trainer |= {"position": self._position(step), "precision": self.precision.name}
+        trainer |= {"loss_scale": asdict(self.scale), "add_tokens": self.config.model.add_tokens}
         if self.config.method == "lora":
             trainer["adapter"] = self.config.lora.model_dump(mode="json")
         base, keep_last = str(Path(self.config.model.path).resolve()), self.config.train.keep_last
@@ -298,7 +292,9 @@ class Trainer:
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
         if "loss_scale" in manifest.trainer:  # not in checkpoints of 0.1
             self.scale = LossScale(**manifest.trainer["loss_scale"])
-        updates.set_step_count(self.optimizer, step - self.scale.skipped)
+        for state in self.optimizer.state.values():  # AdamW's own counter, for its bias correction
+            if "step" in state:
+                state["step"].fill_(float(step - self.scale.skipped))
         self.last_eval = manifest.trainer.get("last_eval")
         found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
         if found != (wanted := (len(self.steps), self._position(step))):

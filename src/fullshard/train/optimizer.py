@@ -32,10 +32,8 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warm
 
 def build_optimizer(config: RunConfig, sharded: ShardedModel) -> torch.optim.Optimizer:
     """AdamW (fused) or SGD over the engine's stable tensors; weight decay on matrices only."""
-    groups = [
-        {"params": group["params"], "weight_decay": config.train.weight_decay if group["decay"] else 0.0}
-        for group in sharded.optimizer_groups()
-    ]
+    decay = config.train.weight_decay
+    groups = [{"params": one["params"], "weight_decay": decay * one["decay"]} for one in sharded.optimizer_groups()]
     if config.train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
@@ -58,13 +56,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], t
         for moment in MOMENTS
         if moment in optimizer.state[parameter]
     }
-
-
-def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set AdamW's own step counter (its bias correction) on every parameter."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(float(step))
 
 
 @torch.no_grad()
@@ -97,14 +88,10 @@ def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, p
 
 def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scale: float = 1.0) -> float:
     """Global L2 norm of the gradients, divided in place by ``scale`` first: one on all ranks; NaN if not finite."""
-    for shard in shards:
-        if scale != 1 and shard.gradient is not None:
-            shard.gradient.div_(scale)
-    squares = [
-        shard.gradient.float().square().sum() / sharded.replicas(shard.name)
-        for shard in shards
-        if shard.gradient is not None and shard.gradient.numel()
-    ]
+    held = [shard for shard in shards if shard.gradient is not None and shard.gradient.numel()]
+    for shard in held if scale != 1 else ():
+        shard.gradient.div_(scale)
+    squares = [shard.gradient.float().square().sum() / sharded.replicas(shard.name) for shard in held]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
     total = float(ranks.sum(total))
     return math.sqrt(total) if math.isfinite(total) else math.nan

@@ -1,6 +1,7 @@
 """From a config and a plan to a sharded model with its weights loaded, each rank reading only its own ranges."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, shard_model
 from fullshard.train.loss import LossModel
-from fullshard.train.precision import Precision, set_storage, storage_table
+from fullshard.train.precision import NAMES, Precision, set_storage
 
 LOSS_CHECK_TOKENS = 64
 LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the largest logit
@@ -63,7 +64,7 @@ def build_sharded(
     sharded = shard_model(loss_model, find_units(causal_lm), adapters, ranks.mesh, precision, config.engine)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
-    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
+    report = [*_storage_table(sharded, weights, precision), check_buffers(causal_lm, ranks)]
     if config.train.router_loss:
         report += ["router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"]
     report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
@@ -71,17 +72,22 @@ def build_sharded(
     return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report))
 
 
-def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
-    rows = []
+def _storage_table(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
+    """Lines for the log: what dtype each group of parameters has in the files, at rest, in compute and on the wire."""
+    counts: Counter[tuple[str, str, str, str, bool]] = Counter()
     for shard in sharded.shards():
         adapter = is_adapter(shard.name)
         group = "adapters" if adapter else "matrices" if len(shard.full_shape) > 1 else "norms and biases"
-        file_dtype = "-" if adapter else weights.dtype(base_name(shard.name))
+        file_dtype = "-" if adapter else weights.dtype(base_name(shard.name)).lower()
         owner = sharded.module.causal_lm.get_submodule(shard.name.rpartition(".")[0])
         own_dtype = adapter and not hasattr(owner, "follows_input")  # embeddings, experts, DoRA: as PEFT does it
         compute = shard.value.dtype if own_dtype else precision.compute
-        rows.append((group, file_dtype, shard.value.dtype, compute, shard.trainable))
-    return storage_table(rows, precision)
+        counts[group, file_dtype, NAMES[shard.value.dtype], NAMES[compute], shard.trainable] += 1
+    lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
+    for (group, file_dtype, dtype, compute, trained), count in counts.items():
+        reduced, last = (NAMES[precision.reduce], "yes") if trained else ("-", "frozen")
+        lines.append(f"{group:17} {count:7}  {file_dtype:5}  {dtype:7}  {compute:7}  {reduced:6}  {last}")
+    return lines
 
 
 def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:

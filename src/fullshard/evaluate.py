@@ -94,16 +94,10 @@ class RenderedRows(list[tuple[np.ndarray, np.ndarray]]):
 
 
 def evaluate_run(
-    model: str | Path | Answerer,
-    data: str | Path,
-    base: str | Path | Answerer | None = None,
-    limit: int | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int = 16,
-    settings: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-    template_arguments: dict[str, Any] | None = None,
-) -> EvalResult:
+    model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, limit: int | None = None,
+    max_new_tokens: int | None = None, batch_size: int = 16, settings: dict[str, Any] | None = None,
+    progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
+) -> EvalResult:  # fmt: skip
     """Evaluate a model folder on a data file, and ``base`` on the same rows. ``limit``: only the first rows.
     ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
     that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises

@@ -91,8 +91,10 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
     from rich.progress import Progress
+    from torch import __version__ as torch_version
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
+    from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.infer.model_folder import check_generation_config
     from fullshard.model.fetch import with_model_folder
     from fullshard.model.load import WeightFiles, build_on_meta
@@ -123,7 +125,10 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         if config.method == "full":
             del values["lora"]  # a full recipe may not have the section
         write_json(run / run_folder.CONFIG, values)
-        write_json(run / run_folder.ENVIRONMENT, _environment())
+        packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
+        machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
+        devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
+        write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
         with Progress(console=Console(quiet=quiet), transient=True) as bars:
             bar = bars.add_task("preparing the data", total=None)
             account = prepare(
@@ -161,17 +166,6 @@ def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tu
         return config, Path(recipe).read_text(encoding="utf-8")
     values = config.model_dump(mode="json", exclude_unset=True)
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _environment() -> dict[str, Any]:
-    import torch
-
-    from fullshard.device import device_kind, num_cores, num_devices
-
-    packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
-    devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
-    return {**machine, "torch_build": torch.__version__, **devices}
 
 
 def _started_by_launcher() -> bool:

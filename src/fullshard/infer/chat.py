@@ -31,14 +31,9 @@ class ConsoleStreamer(TextStreamer):
 
 
 def start_chat(
-    model: str | Path | Answerer,
-    system: str | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    template_arguments: dict[str, Any] | None = None,
-    reader: TextIO | None = None,
-    writer: TextIO | None = None,
-) -> int:
+    model: str | Path | Answerer, system: str | None = None, max_new_tokens: int = 256, temperature: float = 0.0,
+    template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None, writer: TextIO | None = None,
+) -> int:  # fmt: skip
     """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
     template completes each by itself. ``template_arguments``: default those of the merged run. Raises UserError where
     the model cannot be loaded or the settings do not fit it."""

@@ -68,13 +68,9 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
 
 
 def generate_text(
-    model: str | Path | Answerer,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int = 64,
-    system: str | None = None,
-    template_arguments: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[str]:
+    model: str | Path | Answerer, prompts: Sequence[Prompt], max_new_tokens: int = 64, system: str | None = None,
+    template_arguments: dict[str, Any] | None = None, **options: Any,
+) -> list[str]:  # fmt: skip
     """The answers to ``prompts``, in order, without special tokens. ``system``: for prompts that have none.
     ``template_arguments``: default those of the merged run. ``options``: of ``generate_ids``. Raises ConfigError for
     settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
@@ -104,15 +100,9 @@ def prompt_tokens(
 
 
 def generate_ids(
-    answerer: Answerer,
-    prompt_ids: Sequence[Sequence[int]],
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
-    batch_size: int = 16,
-    top_p: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[list[int]]:
+    answerer: Answerer, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0,
+    seed: int = 0, batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:  # fmt: skip
     """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature`` 0 is
     greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``progress``:
     called with (done, in all)."""

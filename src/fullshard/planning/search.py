@@ -302,12 +302,10 @@ def measure_work(
     area = sum(max(map(area_of, cells)) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
+    supervised = sum(tokens) * scale * volume.supervised_share / num_ranks
     work = StepWork(
-        padded_tokens=area * scale,
-        supervised_tokens=sum(tokens) * scale * volume.supervised_share / num_ranks,
-        mean_length=area / sum(map(len, sampled)) * num_ranks,
-        num_micro_batches=sum(map(len, layouts)) * scale,
-        num_steps=num_steps,
+        padded_tokens=area * scale, supervised_tokens=supervised, mean_length=area / sum(map(len, sampled)) * num_ranks,
+        num_micro_batches=sum(map(len, layouts)) * scale, num_steps=num_steps,
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
-    )
+    )  # fmt: skip
     return work, (len(sampled[0]), tokens[0], len(layouts[0]))

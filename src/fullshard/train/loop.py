@@ -108,8 +108,7 @@ class Trainer:
         new_ids = added_ids(tokenizer, config.model.add_tokens)
         self.built: Built = build_sharded(config, ranks, self.precision, plan["recompute"], new_ids)
         self.sharded = self.built.sharded
-        self.optimizer = updates.build_optimizer(config, self.sharded)
-        self.moments = updates.optimizer_state(self.optimizer)
+        self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale = LossScale(self.precision.loss_scale)
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
@@ -293,8 +292,7 @@ class Trainer:
         if "loss_scale" in manifest.trainer:  # not in checkpoints of 0.1
             self.scale = LossScale(**manifest.trainer["loss_scale"])
         for state in self.optimizer.state.values():  # AdamW's own counter, for its bias correction
-            if "step" in state:
-                state["step"].fill_(float(step - self.scale.skipped))
+            state["step"].fill_(float(step - self.scale.skipped))
         self.last_eval = manifest.trainer.get("last_eval")
         found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
         if found != (wanted := (len(self.steps), self._position(step))):

@@ -15,6 +15,7 @@ from fullshard.train.precision import LossScale, round_stochastically
 ROUNDED_AT_ONCE = 1 << 22  # elements; their random bits take 8 bytes each
 ADAM_BETAS = (0.9, 0.999)
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warmup: float) -> float:
@@ -30,32 +31,22 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warm
     return peak
 
 
-def build_optimizer(config: RunConfig, sharded: ShardedModel) -> torch.optim.Optimizer:
-    """AdamW (fused) or SGD over the engine's stable tensors; weight decay on matrices only."""
+def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.optim.Optimizer, Moments]:
+    """AdamW (fused) or SGD over the engine's stable tensors, weight decay on matrices only; and its moments."""
     decay = config.train.weight_decay
     groups = [{"params": one["params"], "weight_decay": decay * one["decay"]} for one in sharded.optimizer_groups()]
     if config.train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate)
+        return torch.optim.SGD(groups, lr=config.learning_rate), {}
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
     # The moments exist from the start: the trial step then holds all that a real step holds, and resuming only copies.
+    moments: Moments = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS},
-            }
-    return optimizer
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
-    """(parameter name, moment) -> local flat view of the moment, laid out like the parameter's shard."""
-    return {
-        (name, moment): local_part(optimizer.state[parameter][moment])
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        for moment in MOMENTS
-        if moment in optimizer.state[parameter]
-    }
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            state = {moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS}
+            moments |= {(name, moment): local_part(value) for moment, value in state.items()}
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **state}
+    return optimizer, moments
 
 
 @torch.no_grad()

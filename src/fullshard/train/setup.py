@@ -205,11 +205,8 @@ class GradientReach:
     def __init__(self, causal_lm: nn.Module) -> None:
         owners = {_owner(name) for name, _ in causal_lm.named_parameters() if is_adapter(name)}
         self._used: set[str] = set()
-        self._hooks = [
-            module.register_forward_hook(lambda *_, name=name: self._used.add(name))
-            for name, module in causal_lm.named_modules()
-            if name in owners
-        ]
+        adapted = [(name, module) for name, module in causal_lm.named_modules() if name in owners]
+        self._hooks = [one.register_forward_hook(lambda *_, name=name: self._used.add(name)) for name, one in adapted]
 
     def report(self, shards: list[Shard], ranks: Ranks) -> str:
         """The log's line after the first backward; TrainError where a used adapter (A or B) got nothing. Collective."""

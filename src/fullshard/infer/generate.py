@@ -119,7 +119,7 @@ def generate_ids(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            answers |= zip(chosen, _generate_batch(answerer, batch, settings), strict=True)
+            answers |= zip(chosen, generate_batch(answerer, batch, settings), strict=True)
             if progress:
                 progress(len(answers), len(by_length))
     return [answers[index] for index in range(len(prompt_ids))]
@@ -153,10 +153,14 @@ def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: fl
 
 
 @torch.inference_mode()
-def _generate_batch(answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig) -> list[list[int]]:
+def generate_batch(
+    answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig, **options: Any
+) -> list[list[int]]:
+    """The new ids of each answer, cut before its stop id. ``options``: of transformers' ``generate``."""
     longest, device = max(map(len, batch)), answerer.model.device
     rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
     masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
     inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
-    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings)
+    options |= {"input_ids": inputs_BS, "attention_mask": mask_BS, "generation_config": settings}
+    output = answerer.model.generate(**options)
     return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]

@@ -21,7 +21,7 @@ from fullshard.merge.adapter import Adapter, ModelNames, read_adapters
 from fullshard.merge.outputs import ExactWeights, plan_outputs
 from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
-from fullshard.merge.writer import SHARD_BYTES, dtype_name, write_weights
+from fullshard.merge.writer import SHARD_BYTES, write_weights
 from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, require_run, sync_path, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +59,14 @@ def merge_run(
     checkpoint = OwnCheckpoint(folder)
     manifest, trainer = checkpoint.manifest, checkpoint.manifest.trainer
     base, is_lora = Path(manifest.base_model), manifest.method == "lora"
-    _check_output(output, base, overwrite)
+    if output.resolve() in (base.resolve(), *base.resolve().parents):
+        raise MergeError(f"{output} is where the base model lies.", "Choose another folder with --output.")
+    if output.exists() or output.is_symlink():
+        other = "choose another with --output."
+        if not overwrite:
+            raise MergeError(f"{output} exists already.", f"Replace it with --overwrite, or {other}")
+        if not (output / MERGE_FACTS).is_file():
+            raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", other.capitalize())
     if not base.is_dir():
         raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
     tokens, logits = checkpoint.proof()
@@ -73,7 +80,7 @@ def merge_run(
     adapters = read_adapters(checkpoint, names) if is_lora else None
     exact = ExactWeights(names, checkpoint, adapters)
     outputs = plan_outputs(names, exact, DTYPES[dtype] if dtype else None)
-    num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), dtype_name(main_dtype(outputs))
+    num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
     with _published(output, num_bytes) as unfinished:
         say("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
@@ -118,17 +125,6 @@ def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str
         "adapters_moved": sum(adapter.has_moved for adapter in adapters.values()) if adapters else None,
         "settings": {name: data[name] for name in settings if data.get(name) is not None},
     }  # fmt: skip
-
-
-def _check_output(output: Path, base: Path, overwrite: bool) -> None:
-    if output.resolve() == base.resolve() or output.resolve() in base.resolve().parents:
-        raise MergeError(f"{output} is where the base model lies.", "Choose another folder with --output.")
-    if not output.exists() and not output.is_symlink():
-        return
-    if not overwrite:
-        raise MergeError(f"{output} exists already.", "Replace it with --overwrite, or choose another with --output.")
-    if not (output / MERGE_FACTS).is_file():
-        raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", "Choose another with --output.")
 
 
 @contextmanager

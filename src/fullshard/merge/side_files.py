@@ -21,12 +21,12 @@ from fullshard.model.load import SIDE_FILES
 from fullshard.run_folder import read_json, write_json
 
 
-def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
-    """The floating-point dtype that most weights are stored in; what config.json names."""
+def main_dtype(outputs: list[OutputTensor]) -> str:
+    """The floating-point dtype that most weights are stored in, as config.json names it: float32, bfloat16."""
     count: Counter[torch.dtype] = Counter()
     for output in outputs:
         count[output.dtype] += math.prod(output.shape) if output.dtype.is_floating_point else 0
-    return count.most_common(1)[0][0]
+    return str(count.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:

@@ -39,11 +39,6 @@ class OutputTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json names it: float32, bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     """Row ranges [start, stop) of at most BLOCK_ELEMENTS elements (at least one row) that cover a tensor."""
     num_rows = shape[0] if shape else 1
@@ -81,7 +76,8 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             for block in tensor.blocks():
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
-                    message = f"{tensor.name} holds values that are not finite in {dtype_name(tensor.dtype)}."
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    message = f"{tensor.name} holds values that are not finite in {dtype}."
                     raise MergeError(message, "Merge another step, or with --dtype fp32.")
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

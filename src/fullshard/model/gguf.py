@@ -18,8 +18,7 @@ FILES = (
 )
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
+Progress = Callable[[str, int, int], None]  # called with (what is being done, steps done, steps in all)
 
 
 def default_model_folder() -> Path:

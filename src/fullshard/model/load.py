@@ -148,16 +148,14 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
-def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
-    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN. Returns their number."""
-    buffers = dict(model.named_buffers())
-    for name, buffer in buffers.items():
+def load_buffers(model: nn.Module, weights: "WeightMap") -> None:
+    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
+    for name, buffer in model.named_buffers():
         if weights.has(plain := base_name(name)):
             buffer.copy_(weights.read(plain).view(buffer.shape))
         if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
             message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
             raise ModelError(message, "This family cannot be loaded sharded yet.")
-    return len(buffers)
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

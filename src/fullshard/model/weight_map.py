@@ -68,7 +68,11 @@ class WeightMap:
         name = self._source_name(name)
         group = self._outputs[name]
         if group.converter is not None:
-            return self._converted(group)[name].reshape(-1)[start:stop]
+            if self._converted_group[0] != group.target:
+                self._converted_group = ("", {})  # let go of the last one first
+                made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
+                self._converted_group = (group.target, made)
+            return self._converted_group[1][name].reshape(-1)[start:stop]
         file_name = group.sources[0][1]
         shape = self.files.shape(file_name)
         if not shape:
@@ -169,13 +173,6 @@ class WeightMap:
         renamed_back = [core_model_loading.apply_renamings(name, self._renamings) for name in originals]
         pairs = zip(originals, renamed_back, strict=True)
         return {name: plain[stored.removeprefix(prefix)] for name, stored in pairs}
-
-    def _converted(self, group: _Group) -> dict[str, torch.Tensor]:
-        if self._converted_group[0] != group.target:
-            self._converted_group = ("", {})  # let go of the last one first
-            made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
-            self._converted_group = (group.target, made)
-        return self._converted_group[1]
 
     def _source_name(self, name: str) -> str:
         return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)

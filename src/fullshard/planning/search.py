@@ -205,14 +205,6 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, 
     return [change for makes_sense, change in changes if makes_sense]
 
 
-def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    for key, value in changes.items():
-        section, _, name = key.rpartition(".")
-        update = {section: getattr(config, section).model_copy(update={name: value})} if section else {name: value}
-        config = config.model_copy(update=update)
-    return config
-
-
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     machine, singles = facts.machine, _changes(config, num_ranks, facts)
     ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
@@ -224,9 +216,15 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         if len(fitting) == 3:
             break
         words = [ranks_word.format(new) if key == "ranks" else f"{key}={new}" for key, new in changes.items()]
-        settings, ranks = dict(changes), changes.get("ranks", num_ranks)
-        settings.pop("ranks", None)
-        peak, allowed = choose(_apply(config, settings), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        changed, ranks = config, changes.get("ranks", num_ranks)
+        for key, value in changes.items():
+            section, _, name = key.rpartition(".")
+            if key != "ranks":
+                inner = (
+                    {section: getattr(changed, section).model_copy(update={name: value})} if section else {name: value}
+                )
+                changed = changed.model_copy(update=inner)
+        peak, allowed = choose(changed, ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         if peak <= allowed:
             text = " ".join(words).replace("=None", "=null")
             fitting[f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)"] = changes

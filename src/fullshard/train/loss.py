@@ -41,10 +41,8 @@ class LossModel(nn.Module):
         logits (B, S, V) in fp32. Positions are for packed sequences only. ``own_logits``: the model's own path.
         ``documents``: for models that attend by document. ``real_BS`` (1 on real tokens): what a router loss counts."""
         arguments = {"input_ids": input_ids_BS, "use_cache": False}
-        if position_ids_BS is not None:
-            arguments["position_ids"] = position_ids_BS
-        if documents is not None:
-            arguments["documents"] = documents
+        given = {"position_ids": position_ids_BS, "documents": documents}
+        arguments |= {name: value for name, value in given.items() if value is not None}
         routed = self._router_loss is not None and self.training and labels_BS is not None
         if routed:
             arguments["output_router_logits"] = True

@@ -97,7 +97,7 @@ def profile(rows: Path, folder: Path, window: int, method: str) -> dict[str, flo
     from fullshard.data.pack import lay_out, windows_of_run
     from fullshard.data.prepared import open_prepared, prepare
     from fullshard.ranks import start_ranks, stop_ranks
-    from fullshard.train.held_out import batch_loss
+    from fullshard.train.loss import batch_loss
     from fullshard.train.optimizer import build_optimizer, clip_gradients, gradient_norm
     from fullshard.train.precision import precision_of
     from fullshard.train.setup import build_sharded

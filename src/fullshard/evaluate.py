@@ -19,10 +19,9 @@ from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
-from fullshard.infer.model_folder import MERGE_FACTS
+from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import read_json
-from fullshard.train.held_out import held_out_loss
-from fullshard.train.loss import LossModel
+from fullshard.train.loss import LossModel, held_out_loss
 
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong

@@ -95,9 +95,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
-    from fullshard.infer.model_folder import check_generation_config
     from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import WeightFiles, build_on_meta
+    from fullshard.model.load import WeightFiles, build_on_meta, check_generation_config
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss

@@ -14,9 +14,8 @@ from transformers import GenerationConfig
 from fullshard.data.chat import Message, Renderer, choose_pad_id
 from fullshard.device import select_device
 from fullshard.errors import ConfigError
-from fullshard.infer.model_folder import MERGE_FACTS, stop_ids, union_of_ids
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import load_plain
+from fullshard.model.load import MERGE_FACTS, load_plain, stop_ids, union_of_ids
 from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages

@@ -16,12 +16,11 @@ from fullshard.checkpoint.format import hash_file, verify_checkpoint
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
-from fullshard.infer.model_folder import MERGE_FACTS
 from fullshard.merge.adapter import Adapter, ModelNames, read_adapters
-from fullshard.merge.outputs import ExactWeights, plan_outputs
 from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
-from fullshard.merge.writer import SHARD_BYTES, write_weights
+from fullshard.merge.writer import SHARD_BYTES, ExactWeights, plan_outputs, write_weights
+from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, require_run, sync_path, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,8 +17,7 @@ import torch
 
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, ModelNames
-from fullshard.merge.outputs import ExactWeights
-from fullshard.merge.writer import OutputTensor
+from fullshard.merge.writer import ExactWeights, OutputTensor
 
 FP32_RELATIVE = 1e-3
 LOW_PRECISION_RELATIVE = 0.1

@@ -15,9 +15,8 @@ from huggingface_hub.repocard import metadata_load
 
 from fullshard.checkpoint.format import Manifest
 from fullshard.data.chat import load_tokenizer
-from fullshard.infer.model_folder import GENERATION_CONFIG, mended, union_of_ids
 from fullshard.merge.writer import OutputTensor
-from fullshard.model.load import SIDE_FILES
+from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, union_of_ids
 from fullshard.run_folder import read_json, write_json
 
 

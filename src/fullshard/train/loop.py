@@ -24,7 +24,7 @@ from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, read_json, write_json
 from fullshard.train import optimizer as updates
-from fullshard.train.held_out import batch_loss, held_out_loss
+from fullshard.train.loss import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
 from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing

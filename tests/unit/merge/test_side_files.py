@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tiny_models import END, EOS, K2_TEMPLATE, ids_of, make_model, make_tokenizer
 
 from fullshard.checkpoint.ranges import PROOF
-from fullshard.infer.model_folder import check_generation_config, mended, stop_ids
 from fullshard.merge.job import merge_run
 from fullshard.merge.side_files import base_name
+from fullshard.model.load import check_generation_config, mended, stop_ids
 
 GENERATE = """
 import sys, torch

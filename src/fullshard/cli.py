@@ -59,23 +59,18 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _print_schema(wanted: bool) -> None:
+def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
     if wanted:
         from fullshard.config import RunConfig
 
-        _print_json(RunConfig.model_json_schema())
-        raise typer.Exit
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"fullshard {fullshard.__version__}")
+        version = f"fullshard {fullshard.__version__}"
+        print(version) if option.name == "version" else _print_json(RunConfig.model_json_schema())
         raise typer.Exit
 
 
 TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
 TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"]}
-CALLS = {"schema": {"callback": _print_schema}, "version": {"callback": _print_version}}
+CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_once}}
 CALLS |= {"template_arguments": {"parser": _json_object}}
 
 
@@ -217,19 +212,14 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             traceback.print_exc()
-        known = _as_user_error(problem)
+        known = problem if isinstance(problem, UserError) else None
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            known = UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
+        elif isinstance(problem, OSError) and problem.filename is not None:
+            known = UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights.")
         code, text = 2 if known else 1, f"{type(problem).__name__}: {problem} (run again with --debug)"
         if known:
             text = f"{known.message}\n  -> {known.hint}" if known.hint else known.message
         if not (known and known.told):
             print(f"Error: {text}", file=sys.stderr)
     sys.exit(code)
-
-
-def _as_user_error(problem: Exception) -> UserError | None:
-    """What the user can solve: also a full disk, and a file that cannot be used. None for all else."""
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
-    if isinstance(problem, OSError) and problem.filename is not None:
-        return UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights.")
-    return problem if isinstance(problem, UserError) else None

@@ -17,16 +17,17 @@ from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel
 
+Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
 PROOF = "proof.safetensors"
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save_checkpoint(
-    run: Path, step: int, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks,
+    run: Path, step: int, sharded: ShardedModel, moments: Moments, ranks: Ranks,
     facts: dict[str, Any], proof: dict[str, torch.Tensor], keep_last: int,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``moments``:
-    (parameter, moment) -> local flat tensor. ``facts``: the manifest's method, base_model, trainer."""
+    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``facts``:
+    the manifest's method, base_model, trainer."""
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")
     written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")
@@ -74,9 +75,7 @@ def save_checkpoint(
     return final
 
 
-def _trained_ranges(
-    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor]
-) -> Iterator[tuple[str, str, Shard, torch.Tensor]]:
+def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[str, str, Shard, torch.Tensor]]:
     """(stored name, kind, shard, its flat values) of all that this rank holds of the trained tensors."""
     for shard in sharded.shards():
         if shard.trainable and shard.start < shard.stop:
@@ -138,7 +137,7 @@ class OwnCheckpoint:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor]) -> Manifest:
+def load_checkpoint(folder: Path, sharded: ShardedModel, moments: Moments) -> Manifest:
     """Copy weights and moments of a checkpoint into this rank's shards, bit for bit. Returns the manifest."""
     checkpoint = OwnCheckpoint(folder)
     for name, kind, shard, value in _trained_ranges(sharded, moments):

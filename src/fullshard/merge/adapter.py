@@ -44,23 +44,22 @@ class ModelNames:
 @dataclass(frozen=True)
 class Adapter:
     """The update of one weight, fp32: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``; stacked experts
-    have one dimension more in front. ``row_factor`` (rows, 1), ``column_factor`` (columns,) multiply the sum (DoRA)."""
+    have one dimension more in front. ``factor`` (rows, 1) or (1, columns) multiplies the sum (DoRA)."""
 
     left: torch.Tensor
     right: torch.Tensor
     scale: float
     has_moved: bool  # from its start, B A = 0
-    row_factor: torch.Tensor | None = None
-    column_factor: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
 
     def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
         """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, ...) in the base's dtype."""
         rows = slice(first_row, first_row + weight_rows.shape[0])
         right = self.right[rows] if self.right.dim() == 3 else self.right
         folded = weight_rows.float() + self.scale * (self.left[rows] @ right)
-        if self.row_factor is not None:
-            folded *= self.row_factor[rows]
-        return folded if self.column_factor is None else folded * self.column_factor
+        if self.factor is not None:
+            folded *= self.factor[rows] if len(self.factor) > 1 else self.factor
+        return folded
 
 
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Adapter]:
@@ -112,6 +111,5 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names
         return adapter
     magnitude = checkpoint.whole(f"{module}.lora_magnitude_vector").float()
     whole = adapter.fold(names.weights.read_whole(place.parameter), 0)
-    if place.layout == "conv1d":
-        return replace(adapter, column_factor=magnitude / whole.norm(dim=0))
-    return replace(adapter, row_factor=(magnitude / whole.norm(dim=1))[:, None])
+    over = 0 if place.layout == "conv1d" else 1
+    return replace(adapter, factor=(magnitude / whole.norm(dim=over)).unsqueeze(over))

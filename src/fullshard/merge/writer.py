@@ -1,6 +1,6 @@
 """Where the values of each tensor of a merged folder come from (copied, trained or folded), and safetensors files as a
-stream: 8 bytes of header length, a JSON header padded to a multiple of 8, then each
-tensor in blocks. Wider dtypes come first, so that each tensor starts at a multiple of its element size."""
+stream: 8 bytes of header length, a JSON header padded to a multiple of 8, then each tensor in blocks. Wider dtypes come
+first, so that each tensor starts at a multiple of its element size."""
 
 import json
 import math

@@ -64,7 +64,10 @@ class LossModel(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         if labels_BS is None:
             return self._finish(head(hidden_BSH))
-        hidden_NH, labels_N = select_supervised(hidden_BSH, labels_BS)
+        chosen = (labels_BS.flatten() != -100).nonzero().flatten()
+        if chosen.numel() == 0:  # the first position then, for the collectives
+            chosen = chosen.new_zeros(1)
+        hidden_NH, labels_N = (whole.flatten(0, 1).index_select(0, chosen) for whole in (hidden_BSH, labels_BS))
         first_CH, *rest = hidden_NH.split(self.chunk_rows)
         # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the
         # other chunks use its plain forward while its weights are gathered.
@@ -155,15 +158,6 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
     if found is None or not hasattr(causal_lm, "router_aux_loss_coef"):
         raise ConfigError(f"{type(causal_lm).__name__} has no router loss.", "Set train.router_loss=false")
     return found
-
-
-def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (N, H) and labels (N,) of the supervised positions; with none the first, for the collectives."""
-    labels = labels_BS.flatten()
-    chosen = (labels != -100).nonzero().flatten()
-    if chosen.numel() == 0:
-        chosen = torch.zeros(1, dtype=torch.long, device=labels.device)
-    return hidden_BSH.flatten(0, 1).index_select(0, chosen), labels.index_select(0, chosen)
 
 
 def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:

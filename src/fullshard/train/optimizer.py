@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from fullshard.checkpoint.ranges import Moments
 from fullshard.config import RunConfig
 from fullshard.errors import TrainError
 from fullshard.ranks import Ranks
@@ -15,7 +16,6 @@ from fullshard.train.precision import LossScale, round_stochastically
 ROUNDED_AT_ONCE = 1 << 22  # elements; their random bits take 8 bytes each
 ADAM_BETAS = (0.9, 0.999)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warmup: float) -> float:

@@ -29,15 +29,14 @@ from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json,
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
+Recipe = RunConfig | str | Path
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
-def train_run(
-    recipe: RunConfig | str | Path, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False
-) -> Any:
+def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
     """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
     accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
     _check_ranks(ranks)
@@ -158,7 +157,7 @@ def _clear(run: Path, unfinished: Path) -> None:
         run.rmdir()
 
 
-def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tuple[RunConfig, str]:
+def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
     """The config and its text: as given, comments and all; a RunConfig, or with overrides, as the keys that are set."""
     config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
     if config is not recipe and not overrides:
@@ -227,7 +226,7 @@ def _first_failure(run: Path, error: Any) -> UserError:
     return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
 
 
-def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
+def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     """Under torchrun: rank 0 prepares, all train. An elastic restart (same launcher) goes on in the run folder."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks

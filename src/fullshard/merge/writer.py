@@ -56,7 +56,7 @@ class ExactWeights:
 
     def __init__(self, names: ModelNames, checkpoint: OwnCheckpoint, adapters: dict[str, Adapter] | None) -> None:
         """``adapters``: None for a full fine-tuning, which must hold all parameters. Raises MergeError where a trained
-        tensor has no place in the base or another shape."""
+        tensor has no place in the base or another shape. ``changed``: the parameters whose exact value is then fp32."""
         self._names, self._checkpoint, self._folded, is_full = names, checkpoint, adapters or {}, adapters is None
         self._trained = {name for name in checkpoint.weights if is_full or ".lora_" not in name}
         for name in sorted(self._trained):
@@ -64,15 +64,12 @@ class ExactWeights:
             if names.canonical.get(name) != name or found != shape:
                 expected = f"it has shape {shape} there" if name in names.canonical else "it has no such parameter"
                 raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
+        changed = self._trained | self._folded.keys()
+        self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]
         if is_full and (absent := [name for name in wanted if name not in self._trained]):
             lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
             raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
-
-    def is_changed(self, name: str) -> bool:
-        """Whether training changed the parameter (its exact value is then fp32)."""
-        canonical = self._names.canonical.get(name)
-        return canonical in self._trained or canonical in self._folded
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
@@ -104,7 +101,7 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
         base_dtype = TORCH_DTYPES[files.dtype(name)]
         stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
         parameters = weights.parameters_of(name)
-        changed = any(exact.is_changed(parameter) for parameter in parameters)
+        changed = not exact.changed.isdisjoint(parameters)
         shape, blocks = files.shape(name), partial(_copied_blocks, names, name)
         if parameters and not weights.is_converted(name):
             shape = weights.shapes[parameters[0]]  # grown where tokens were added

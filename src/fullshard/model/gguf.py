@@ -29,12 +29,10 @@ def default_model_folder() -> Path:
 def ensure_default_model(progress: Progress | None = None, folder: Path | None = None) -> Path:
     """The built-in model's folder, converted the first time (half a minute, 270 MB). ModelError where it cannot be."""
     folder = folder or default_model_folder()
-    if folder.exists():
-        missing = [name for name in FILES if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(f"{folder} is incomplete: {', '.join(missing)} missing.", f"Make it anew: rm -r {folder}")
-        return folder
-    convert_gguf(find_packaged_gguf(), folder, progress)
+    if not folder.exists():
+        convert_gguf(find_packaged_gguf(), folder, progress)
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ModelError(f"{folder} is incomplete: {', '.join(missing)} missing.", f"Make it anew: rm -r {folder}")
     return folder
 
 

@@ -115,10 +115,11 @@ class Trainer:
         self.planned_bytes = plan.get("moments", {}).get("train")
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
-        log.say(
-            f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
-            f"({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
+        size, trained = (
+            self.built.num_parameters / 1e6,
+            f"{self.built.num_trainable / 1e6:,.1f} M trained ({config.method})",
         )
+        log.say(f"{size:,.1f} M parameters, {trained}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}")
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)
@@ -180,10 +181,8 @@ class Trainer:
         num_supervised = int(self.data.supervised[window].sum())
         num_tokens = int(self.data.lengths[window].sum())
         if number == 1:
-            self.log.say(
-                f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {counted(ranks.num_ranks, 'rank')}"
-                f" x {counted(len(layout), 'micro-batch', 'es')}"
-            )
+            spread = f"{counted(ranks.num_ranks, 'rank')} x {counted(len(layout), 'micro-batch', 'es')}"
+            self.log.say(f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {spread}")
         if num_supervised == 0:
             self.scale.skipped += 1
             self.log.say(f"skipped step {number}: nothing in its {counted(len(window), 'row')} is supervised")

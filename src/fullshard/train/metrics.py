@@ -62,10 +62,8 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8") if active else None  # noqa: SIM115 - closed in close()
         self._bar: Progress | None = None
         if active and not quiet and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
-                TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
+            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
             self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
             self._bar.start()
 

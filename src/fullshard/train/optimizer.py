@@ -103,10 +103,9 @@ def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ran
         scale.update(good=True)
         return ""
     bad = [s.name for s in shards if s.gradient is not None and not bool(torch.isfinite(s.gradient).all())]
+    gathered = enumerate(ranks.gather_objects(bad))
     found = [
-        f"rank {rank}, {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-        for rank, names in enumerate(ranks.gather_objects(bad))
-        if names
+        f"rank {rank}, {some[0]}" + f" and {len(some) - 1} more" * (len(some) > 1) for rank, some in gathered if some
     ]
     problem = f"non-finite gradient ({'; '.join(found)})" if found else f"non-finite loss {loss} or norm {norm}"
     if found and math.isfinite(loss) and scale.update(good=False):

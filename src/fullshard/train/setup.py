@@ -92,10 +92,8 @@ def _storage_table(sharded: ShardedModel, weights: WeightMap, precision: Precisi
 
 def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
     """Compare every buffer's bytes over the ranks; TrainError names the first that differs. Returns the log's line."""
-    digests = {
-        name: hashlib.blake2b(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-        for name, buffer in model.named_buffers()
-    }
+    flat = {name: buffer.detach().cpu().contiguous().view(-1) for name, buffer in model.named_buffers()}
+    digests = {name: hashlib.blake2b(values.view(torch.uint8).numpy()).hexdigest() for name, values in flat.items()}
     for rank, other in enumerate(ranks.gather_objects(digests)):
         wrong = [name for name, digest in digests.items() if other.get(name) != digest]
         if wrong:

@@ -118,6 +118,7 @@ def evaluate_run(
     if not rows:
         raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
     say = progress or (lambda what, done, total: None)
+    options = {"batch_size": batch_size, "progress": partial(say, "answers")}
 
     def measure(model: str | Path | Answerer, compared: EvalResult | None = None) -> EvalResult:
         answerer = load_for_inference(model, section.template_arguments)
@@ -127,7 +128,7 @@ def evaluate_run(
         pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
         loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
         say("loss", len(used), len(used))
-        answers, skipped = _answers(answerer, rows, max_new_tokens, batch_size, say)
+        answers, skipped = _answers(answerer, rows, max_new_tokens, options)
         figures = (len(used), int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
         return EvalResult(name, *figures, tuple(answers), tuple(left_out + skipped), compared)
 
@@ -152,26 +153,23 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
     return RenderedRows(used), left_out
 
 
-def _answers(
-    answerer: Answerer, rows: list[Row], max_new_tokens: int | None, batch_size: int, say: Progress
-) -> tuple[list[Answer], list[str]]:
+def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any) -> tuple[list[Answer], list[str]]:
     """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
     tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
     asked = [row for row in rows if len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for row in asked]
-    max_new_tokens = max_new_tokens or max(map(len, taught)) + SPARE_TOKENS
+    most = most or max(map(len, taught)) + SPARE_TOKENS
     limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
     for row, wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
-        if limit - len(ids) < max_new_tokens:
-            left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {max_new_tokens} new ones (answer)")
+        if limit - len(ids) < most:
+            left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {most} new ones (answer)")
         else:
             fitting.append((row, wanted))
             prompts.append(ids)
-    options = {"batch_size": batch_size, "progress": partial(say, "answers")}
-    generated = generate_ids(answerer, prompts, max_new_tokens, **options)
+    generated = generate_ids(answerer, prompts, most, **options)
     answers = []
     for (row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(answerer, ids).strip()

@@ -129,11 +129,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
         with Progress(console=Console(quiet=quiet), transient=True) as bars:
             bar = bars.add_task("preparing the data", total=None)
-            account = prepare(
-                config,
-                run / run_folder.PREPARED,
-                lambda split, done, _: bars.update(bar, description=f"preparing {split}: {done:,} rows"),
-            )
+            say = "preparing {}: {:,} rows".format
+            account = prepare(config, run / run_folder.PREPARED, lambda *at: bars.update(bar, description=say(*at)))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)

@@ -53,9 +53,11 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
         folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
         sizes, problem = hub.sizes(model_id, revision) if missing else {}, None
-        if absent := [name for name in missing if name not in sizes]:
+        absent = [name for name in missing if name not in sizes]
+        needed, free = sum(sizes.get(name, 0) for name in missing), shutil.disk_usage(folder).free
+        if absent:
             problem = f"it has no {absent[0]}, and only safetensors weights are read"
-        elif missing and (needed := sum(sizes[name] for name in missing)) > (free := shutil.disk_usage(folder).free):
+        elif needed > free:
             room = (
                 f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
             )

@@ -58,10 +58,8 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
         if absent:
             problem = f"it has no {absent[0]}, and only safetensors weights are read"
         elif needed > free:
-            room = (
-                f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
-            )
-            problem = f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place"
+            room = f"but the disk of {folder} has {free / 1e9:,.1f} GB free; HF_HOME (or MODELSCOPE_CACHE)"
+            problem = f"{needed / 1e9:,.1f} GB of weights are to come, {room} names another place"
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:

@@ -115,11 +115,8 @@ class Trainer:
         self.planned_bytes = plan.get("moments", {}).get("train")
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
-        size, trained = (
-            self.built.num_parameters / 1e6,
-            f"{self.built.num_trainable / 1e6:,.1f} M trained ({config.method})",
-        )
-        log.say(f"{size:,.1f} M parameters, {trained}; {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}")
+        size = f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained"
+        log.say(f"{size} ({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}")
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)

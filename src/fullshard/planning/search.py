@@ -215,14 +215,6 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, 
     return [change for makes_sense, change in changes if makes_sense]
 
 
-def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    for key, value in changes.items():
-        section, _, name = key.rpartition(".")
-        update = {section: getattr(config, section).model_copy(update={name: value})} if section else {name: value}
-        config = config.model_copy(update=update)
-    return config
-
-
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     machine, singles = facts.machine, _changes(config, num_ranks, facts)
     ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
@@ -234,9 +226,15 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         if len(fitting) == 3:
             break
         words = [ranks_word.format(new) if key == "ranks" else f"{key}={new}" for key, new in changes.items()]
-        settings, ranks = dict(changes), changes.get("ranks", num_ranks)
-        settings.pop("ranks", None)
-        peak, allowed = choose(_apply(config, settings), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        changed, ranks = config, changes.get("ranks", num_ranks)
+        for key, value in changes.items():
+            section, _, name = key.rpartition(".")
+            if key != "ranks":
+                inner = (
+                    {section: getattr(changed, section).model_copy(update={name: value})} if section else {name: value}
+                )
+                changed = changed.model_copy(update=inner)
+        peak, allowed = choose(changed, ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         if peak <= allowed:
             text = " ".join(words).replace("=None", "=null")
             fitting[f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)"] = changes
@@ -314,12 +312,10 @@ def measure_work(
     area = sum(max(map(area_of, cells)) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
+    supervised = sum(tokens) * scale * volume.supervised_share / num_ranks
     work = StepWork(
-        padded_tokens=area * scale,
-        supervised_tokens=sum(tokens) * scale * volume.supervised_share / num_ranks,
-        mean_length=area / sum(map(len, sampled)) * num_ranks,
-        num_micro_batches=sum(map(len, layouts)) * scale,
-        num_steps=num_steps,
+        padded_tokens=area * scale, supervised_tokens=supervised, mean_length=area / sum(map(len, sampled)) * num_ranks,
+        num_micro_batches=sum(map(len, layouts)) * scale, num_steps=num_steps,
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
-    )
+    )  # fmt: skip
     return work, (len(sampled[0]), tokens[0], len(layouts[0]))

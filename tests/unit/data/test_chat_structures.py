@@ -494,16 +494,3 @@ def test_a_template_that_does_not_end(tokenizer_with, monkeypatch):
     with pytest.raises(DataError, match=r"does not end: stopped after 0\.2 s"):
         Renderer(tokenizer_with(endless)).chat(FOUR)
     assert len(Renderer(tokenizer_with(CHATML)).chat(FOUR)) == 1  # the clock is off again
-
-
-@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31, GEMMA])
-@pytest.mark.parametrize("loss_on", ["assistant", "all"])
-def test_rows_of_these_structures_need_no_rendering_each(tokenizer_with, template, loss_on, monkeypatch):
-    """40 rows: the first teaches, 8 are checked; system and several turns too (QWEN3 gives a row for each answer)."""
-    renderer, calls = Renderer(tokenizer_with(template), loss_on), []
-    slow = renderer.chat
-    monkeypatch.setattr(renderer, "chat", lambda *given: calls.append(1) or slow(*given))
-    said = [turns(f"red {colour}", "green blue"[: 5 + i % 6].strip()) for i, colour in enumerate(["sun", "moon"] * 20)]
-    found = list(BatchRenderer(renderer).render([Row(f"a:{i}", messages) for i, messages in enumerate(said)]))
-    assert [rows for _, rows in found] == [slow(messages) for messages in said]
-    assert len(calls) == 1 + 8

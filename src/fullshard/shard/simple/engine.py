@@ -74,10 +74,9 @@ class Schedule:
         return self.order[self._place : self._place + self._prefetch] if self._is_known else []
 
     def coming_back(self, unit: Unit) -> list[Unit]:
-        """The units whose backward comes after ``unit``'s."""
-        while self._place_back > 0 and self.order[self._place_back - 1] is not unit:
-            self._place_back -= 1
-        place = max(0, self._place_back - 1)
+        """The units whose backward comes after ``unit``'s; after that of the model, the last."""
+        known = [place for place in range(self._place_back) if self.order[place] is unit]
+        self._place_back = place = known[-1] if known else self._place_back
         return self.order[max(0, place - self._prefetch) : place][::-1]
 
 
@@ -85,8 +84,9 @@ class SimpleShardedModel:
     """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
 
     ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
-    keeping whole fp32 sums until the last one. ``events``: set it to a list, and (seconds, what, unit, bytes held in
-    buffers) is appended to it.
+    keeping whole fp32 sums until the last one. ``events``: set it to a list, and (seconds, what, unit, bytes of
+    gathered values, bytes that the buffers hold) is appended to it; what: gather, gathered, free, reduce, reduced,
+    forward, forward end, backward, backward end, optimizer, rest.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SimpleShardedModel:
         precision: Precision, strategy: str = "full", reduce_each: bool = False,
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
-        self.events: list[tuple[float, str, str, int]] | None = None
+        self.events: list[tuple[float, str, str, int, int]] | None = None
         self._device = device = device_of(mesh)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
@@ -102,7 +102,7 @@ class SimpleShardedModel:
         self.num_ranks = len(ranks)
         reduce_dtype = None if device.type == "cpu" else precision.reduce
         reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
-        self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype)
+        self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype, self._note)
         self._pool = BufferPool(BUFFERS, device)
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
@@ -192,6 +192,7 @@ class SimpleShardedModel:
             unit.free()
         for buffer in self._pool.buffers:
             buffer.release()
+        self._note("rest", self._root)
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -225,8 +226,27 @@ class SimpleShardedModel:
 
     def _note(self, what: str, unit: Unit) -> None:
         if self.events is not None:
+            full = [
+                group for each in self._units for group in each.groups if group.phase in (Phase.GATHERING, Phase.LIVE)
+            ]
             held = sum(buffer.held_bytes for buffer in self._pool.buffers)
-            self.events.append((time.perf_counter(), what, unit.name, held))
+            gathered = sum(group.buffer.flat.nbytes for group in full)
+            self.events.append((time.perf_counter(), what, unit.name, gathered, held))
+
+    def planned_collectives(self, num_micro_batches: int) -> list[dict[str, Any]]:
+        """What one step should do, by formula, for each unit: its ``strategy``, ``parameters``, ``bytes`` of all its
+        values, and the number of its ``gathers`` and ``reduces``."""
+        found = []
+        for unit in self._units:
+            times = 1 if unit.strategy == "replicate" else num_micro_batches
+            gathers = times * (2 if unit.strategy == "full" and unit.needs_values_in_backward else 1)
+            reduces = sum(group.trainable for group in unit.groups) * (times if self._reduce_each else 1)
+            size = sum(slot.size for group in unit.groups for slot in group.layout.slots)
+            values = {"bytes": sum(group.buffer.flat.nbytes for group in unit.groups), "parameters": size}
+            counts = {"gathers": gathers * len(unit.groups), "reduces": reduces}
+            if unit.groups:
+                found.append({"unit": unit.name, "strategy": unit.strategy, **values, **counts})
+        return found
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather, prefetch, and mark the inputs: when their gradients are complete, the unit is through."""
@@ -236,7 +256,8 @@ class SimpleShardedModel:
         if unit is self._root:
             self._schedule.begin()
             self._adapters.gather()
-        self._schedule.enter(unit)
+        else:
+            self._schedule.enter(unit)
         self._gather(unit, self._schedule.coming())
         self._note("forward", unit)
         if not torch.is_grad_enabled():
@@ -259,7 +280,6 @@ class SimpleShardedModel:
             self._schedule.end()
         if unit.strategy == "full":
             unit.free()
-            self._note("free", unit)
         if torch.is_grad_enabled():
             for value in tree_flatten(output)[0]:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -267,10 +287,7 @@ class SimpleShardedModel:
 
     def _gather(self, unit: Unit, coming: list[Unit]) -> None:
         """Gather ``unit``, wait for it, and begin to gather those that come next."""
-        if any(group.phase is not Phase.LIVE for group in unit.groups):
-            self._note("gather", unit)
-            unit.gather()
-            self._note("gathered", unit)
+        unit.gather()
         for other in coming:
             other.start_gather()
 
@@ -298,21 +315,15 @@ class SimpleShardedModel:
         replicate = unit.strategy == "replicate"
         for group in unit.groups:
             if group.trainable and (self._last or (self._reduce_each and not replicate)):
-                self._note("reduce", unit)
                 group.start_reduce()
                 self._pending.append(group)
                 while len(self._pending) > 1:
-                    self._finish_reduce()
+                    self._pending.pop(0).finish_reduce()
                 continue
             if group.trainable:
                 group.accumulate()
             if not replicate:
                 group.free()
-
-    def _finish_reduce(self) -> None:
-        group = self._pending.pop(0)
-        group.finish_reduce()
-        self._note("reduced", group.unit)
 
     def _end_backward(self) -> None:
         """After the last gradient: units without inputs that have gradients, unused ones, and the rest of the sums."""
@@ -320,7 +331,7 @@ class SimpleShardedModel:
             if not unit.finished:
                 self._finish(unit)
         while self._pending:
-            self._finish_reduce()
+            self._pending.pop(0).finish_reduce()
         self._in_backward = False
         for unit in self._units:
             if unit.strategy != "replicate":
@@ -334,6 +345,7 @@ class SimpleShardedModel:
             if self._replica_group is not None:
                 dist.all_reduce(group.gradient_S, group=self._replica_group)
             group.bind_gradients()
+        self._note("optimizer", self._root)
 
 
 class _Through(torch.autograd.Function):

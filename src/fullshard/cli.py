@@ -196,6 +196,13 @@ def resume(run: str, json_output: bool, **options: Any) -> None:
     _print_trained(fullshard.resume_run(run, quiet=json_output, **options), json_output)
 
 
+@_verb("recipe overrides output ranks lang json_output", MORE)
+def trace(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+    """Draw one step, run on real ranks: gathers, compute, reductions and bytes. Always on the simple engine."""
+    result = fullshard.trace_run(recipe, overrides or (), **options)
+    _print_json(result) if json_output else print("\n".join(result["report"]))
+
+
 @_verb("json_output", MORE)
 def doctor(json_output: bool) -> None:
     """Check this machine: versions, accelerators, memory, disk, two ranks. Exit code 2 where a check fails."""

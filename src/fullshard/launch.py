@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 import uuid
@@ -30,6 +29,7 @@ from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json,
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
+MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
@@ -47,21 +47,21 @@ def train_run(
     config, text = _read_recipe(recipe, overrides)
     run = Path(config.output)
     prepare_run(config, run, ranks, quiet, text, [])
-    return _launch(run, ranks, None, "quiet" if quiet else "loud")
+    return _launch(run, ranks, None, MODES[quiet])
 
 
 def trace_run(
     recipe: str | Path, overrides: Sequence[str] = (), output: str | Path = "trace.html", ranks: int | None = None,
     lang: str = "en",
 ) -> dict[str, Any]:  # fmt: skip
-    """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output``, with .svg and
-    .json beside it. Returns the latter (see ``report.trace``). Raises what train_run raises."""
+    """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output`` (.html), .svg
+    and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
     from fullshard.report.trace import write_trace
 
     if _started_by_launcher():
         raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
     _check_ranks(ranks)
-    run = Path(tempfile.gettempdir(), f"fullshard_trace_{uuid.uuid4().hex[:12]}")
+    run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
     config, text = _read_recipe(recipe, [*overrides, "engine=simple", "data.eval=null", f"output={run}"])
     prepare_run(config, run, ranks, True, text, [])
     _launch(run, ranks, None, "trace")
@@ -80,8 +80,8 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         here = start_ranks()
         number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
         _require_shared(run, here)
-        return _run_as_rank(run, number, quiet, here)
-    return _launch(run, ranks, _step_to_resume(run, step), "quiet" if quiet else "loud")
+        return _run_as_rank(run, number, MODES[quiet], here)
+    return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -207,8 +207,7 @@ def speaks() -> bool:
 
 
 def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) -> Any:
-    """Start the ranks through torch's elastic launcher and wait: the TrainResult (None of mode ``trace``; the others:
-    loud, quiet), or the first failure raised."""
+    """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -281,7 +280,7 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
     _require_same_data(run / run_folder.PREPARED, ranks)
-    return _run_as_rank(run, None, quiet, ranks)
+    return _run_as_rank(run, None, MODES[quiet], ranks)
 
 
 def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
@@ -317,9 +316,7 @@ def _require_shared(run: Path, ranks: "Ranks") -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _run_as_rank(
-    run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks | None" = None, trace: bool = False
-) -> Any:
+def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | None" = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
@@ -336,19 +333,19 @@ def _run_as_rank(
     config = config_from_dict(values, str(run / run_folder.CONFIG))
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     config = with_model_folder(config)
-    plan = read_json(run / run_folder.PLAN)
-    trace_rank(run, config, plan, ranks) if trace else run_rank(run, config, plan, ranks, resume_step or None, quiet)
+    what = run, config, read_json(run / run_folder.PLAN), ranks
+    trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet")
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
-    return TrainResult.read(run) if not trace else None
+    return TrainResult.read(run) if mode != "trace" else None
 
 
 def rank_main(arguments: list[str]) -> int:
     """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
-    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
+    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]  # loud, quiet or trace
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
-        _run_as_rank(run, resume_step, mode != "loud", trace=mode == "trace")
+        _run_as_rank(run, resume_step, mode)
         return 0
     except KeyboardInterrupt:
         return 130

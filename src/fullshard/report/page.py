@@ -3,8 +3,7 @@
 ``page(title, sections, lang)``: a document. A section is a heading and its blocks; ``lang``: en, zh. A block: text or
 ``table(columns, rows)``: integers get separators, other numbers four digits; they stand right ·
 ``bars(values, x_label, y_label)``: a chart (SVG) of {label: value of 0 and more}, each written above its bar ·
-``timeline(ranks, seconds, peak, peak_text, words)``: a chart (SVG) of one step, which also stands alone; for each rank
-its spans (kind, unit, start, stop) and events (see ``report.trace``) ·
+``timeline(ranks, facts, words)``: a chart (SVG) of one step that also stands alone, from report/trace.py ·
 ``marked(heading, pieces)``: a text in pieces (text, bool), of which those with True are coloured and underlined.
 All give Markup; whatever else is handed in is text, and is escaped.
 """
@@ -25,6 +24,5 @@ _LOADER = FileSystemLoader(Path(__file__).parent)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 _ENVIRONMENT.globals["round_step"] = round_step
 _MACROS = _ENVIRONMENT.get_template("page.html").module
-page, table, bars, marked, timeline = (
-    getattr(_MACROS, name) for name in ("page", "table", "bars", "marked", "timeline")
-)
+page, table, bars, marked = _MACROS.page, _MACROS.table, _MACROS.bars, _MACROS.marked
+timeline = _MACROS.timeline

@@ -323,7 +323,7 @@ class Trainer:
 
 
 def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks) -> None:
-    """Take the first step twice; the run's trace.json: what the simple engine did in the second."""
+    """Take the first step twice; the run's trace.json: what the simple engine did in the second, ``events`` by rank."""
     data = open_prepared(run / PREPARED, "train")
     steps = windows_of_run(data.lengths, config.train)
     log = MetricsLog(run / METRICS, 1, 0, ranks.is_first, quiet=True)
@@ -334,13 +334,12 @@ def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks)
     ranks.barrier()
     trainer.sharded.events = []
     trainer._step(1, epoch, window)
-    num_micro_batches = len(trainer._layout(window))
-    found = {"ranks": ranks.num_ranks, "device": ranks.device.type, "precision": trainer.precision.name}
-    found |= {"rows": len(window), "tokens": int(data.lengths[window].sum()), "micro_batches": num_micro_batches}
-    found |= {"units": trainer.sharded.planned_collectives(num_micro_batches)}
-    found |= {"events": ranks.gather_objects(trainer.sharded.events)}
+    count, tokens = len(trainer._layout(window)), int(data.lengths[window].sum())
+    facts = {"ranks": ranks.num_ranks, "device": ranks.device.type, "precision": trainer.precision.name}
+    facts |= {"rows": len(window), "tokens": tokens, "micro_batches": count, "units": trainer.sharded.planned(count)}
+    facts["events"] = ranks.gather_objects(trainer.sharded.events)
     if ranks.is_first:
-        write_json(run / TRACE, found)
+        write_json(run / TRACE, facts)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

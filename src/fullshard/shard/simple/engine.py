@@ -84,9 +84,8 @@ class SimpleShardedModel:
     """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
 
     ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
-    keeping whole fp32 sums until the last one. ``events``: set it to a list, and (seconds, what, unit, bytes of
-    gathered values, bytes that the buffers hold) is appended to it; what: gather, gathered, free, reduce, reduced,
-    forward, forward end, backward, backward end, optimizer, rest.
+    keeping whole fp32 sums until the last one. ``events``: set it to a list, and what happens is noted in it: free, and
+    beginning and end of gather, forward, backward, reduce and optimizer.
     """
 
     def __init__(
@@ -94,12 +93,11 @@ class SimpleShardedModel:
         precision: Precision, strategy: str = "full", reduce_each: bool = False,
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
-        self.events: list[tuple[float, str, str, int, int]] | None = None
+        self.events: list[dict[str, Any]] | None = None
         self._device = device = device_of(mesh)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
-        ranks = dist.get_process_group_ranks(shard_mesh.get_group())
-        self.num_ranks = len(ranks)
+        self.num_ranks = shard_mesh.size()
         reduce_dtype = None if device.type == "cpu" else precision.reduce
         reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
         self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype, self._note)
@@ -126,11 +124,10 @@ class SimpleShardedModel:
         for number, modules in enumerate(units):
             for parameter in {parameter for module in modules for parameter in module.parameters()}:
                 unit_of[parameter].add(number)
-        kept = [len(modules) > 1 for modules in units]  # [final norm, head]: needed first thing in backward
-        self._units = [
-            Unit(" + ".join(path[module] for module in modules), number, "keep" if keep else strategy, modules)
-            for number, (modules, keep) in enumerate(zip(units, kept, strict=True))
-        ]
+        self._units = []
+        for number, modules in enumerate(units):  # [final norm, head] is kept: needed first thing in backward
+            name, kept = " + ".join(path[module] for module in modules), len(modules) > 1
+            self._units.append(Unit(name, number, "keep" if kept else strategy, modules))
         self._root = Unit("the rest", len(units), "keep" if strategy != "replicate" else strategy, [model])
         self._adapters = Unit("adapters", len(units) + 1, "replicate", [])
         self._units += [self._root, self._adapters]
@@ -192,7 +189,7 @@ class SimpleShardedModel:
             unit.free()
         for buffer in self._pool.buffers:
             buffer.release()
-        self._note("rest", self._root)
+        self._note("optimizer end", self._root)
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -209,10 +206,9 @@ class SimpleShardedModel:
                 self._in_backward = False
                 self._pending.clear()
                 groups = [group for unit in self._units for group in unit.groups]
-                for group in groups:
-                    group.settle()
-                for group in groups:
-                    group.reset()
+                for tidy in (Group.settle, Group.reset):  # nobody forgets before all are settled
+                    for group in groups:
+                        tidy(group)
 
     def _agree(self, unit: Unit) -> None:
         """While the order is new: all ranks run this unit, or TrainError on all."""
@@ -221,31 +217,27 @@ class SimpleShardedModel:
         for rank, number in enumerate(numbers):
             other = self._units[int(number)]
             if other is not unit:
-                rank_here = self._wires.gather.rank
-                raise TrainError(f"Rank {rank_here} runs {unit.name} where rank {rank} runs {other.name}.", HINT)
+                here = f"Rank {self._wires.gather.rank} runs {unit.name}"
+                raise TrainError(f"{here} where rank {rank} runs {other.name}.", HINT)
 
     def _note(self, what: str, unit: Unit) -> None:
         if self.events is not None:
-            full = [
-                group for each in self._units for group in each.groups if group.phase in (Phase.GATHERING, Phase.LIVE)
-            ]
-            held = sum(buffer.held_bytes for buffer in self._pool.buffers)
-            gathered = sum(group.buffer.flat.nbytes for group in full)
-            self.events.append((time.perf_counter(), what, unit.name, gathered, held))
+            groups = [group for each in self._units for group in each.groups]
+            full = [group.buffer.flat.nbytes for group in groups if group.phase in (Phase.GATHERING, Phase.LIVE)]
+            sizes = {"gathered_bytes": sum(full), "held_bytes": sum(buffer.held_bytes for buffer in self._pool.buffers)}
+            self.events.append({"seconds": time.perf_counter(), "what": what, "unit": unit.name, **sizes})
 
-    def planned_collectives(self, num_micro_batches: int) -> list[dict[str, Any]]:
-        """What one step should do, by formula, for each unit: its ``strategy``, ``parameters``, ``bytes`` of all its
-        values, and the number of its ``gathers`` and ``reduces``."""
+    def planned(self, num_micro_batches: int) -> list[dict[str, Any]]:
+        """Of each unit: strategy, parameters, bytes when gathered; by formula, its collectives and frees in a step."""
         found = []
-        for unit in self._units:
+        for unit in [unit for unit in self._units if unit.groups]:
             times = 1 if unit.strategy == "replicate" else num_micro_batches
-            gathers = times * (2 if unit.strategy == "full" and unit.needs_values_in_backward else 1)
+            gathers = len(unit.groups) * times * (1 + (unit.strategy == "full" and unit.needs_values_in_backward))
             reduces = sum(group.trainable for group in unit.groups) * (times if self._reduce_each else 1)
-            size = sum(slot.size for group in unit.groups for slot in group.layout.slots)
-            values = {"bytes": sum(group.buffer.flat.nbytes for group in unit.groups), "parameters": size}
-            counts = {"gathers": gathers * len(unit.groups), "reduces": reduces}
-            if unit.groups:
-                found.append({"unit": unit.name, "strategy": unit.strategy, **values, **counts})
+            facts = {"unit": unit.name, "strategy": unit.strategy}
+            facts["parameters"] = sum(slot.size for group in unit.groups for slot in group.layout.slots)
+            facts["bytes"] = sum(group.buffer.flat.nbytes for group in unit.groups)
+            found.append({**facts, "planned": {"gather": gathers, "free": gathers, "reduce": reduces}})
         return found
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -260,11 +252,9 @@ class SimpleShardedModel:
             self._schedule.enter(unit)
         self._gather(unit, self._schedule.coming())
         self._note("forward", unit)
-        if not torch.is_grad_enabled():
-            return None
         values, spec = tree_flatten((args, kwargs))
         marked = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
-        if not marked:
+        if not (marked and torch.is_grad_enabled()):
             return None
         unit.uses += 1
         for i, value in zip(marked, _Through.apply(self, unit, *[values[i] for i in marked]), strict=True):

@@ -78,11 +78,11 @@ class Phase(Enum):
 
 ALLOWED = {  # and what is then noted
     (Phase.SHARDED, Phase.GATHERING): ["gather"],
-    (Phase.GATHERING, Phase.LIVE): ["gathered"],
+    (Phase.GATHERING, Phase.LIVE): ["gather end"],
     (Phase.LIVE, Phase.SHARDED): ["free"],
     (Phase.LIVE, Phase.REDUCING): ["free", "reduce"],
     (Phase.SHARDED, Phase.REDUCING): ["reduce"],  # an embedding, whose backward needs no values
-    (Phase.REDUCING, Phase.SHARDED): ["reduced"],
+    (Phase.REDUCING, Phase.SHARDED): ["reduce end"],
 }
 
 
@@ -249,12 +249,13 @@ class Group:
 
 @dataclass
 class Wires:
-    """The ways of a unit's bytes. ``reduce_dtype``: the least precise dtype in which gradients may travel. ``note`` is
-    told what happens to a unit."""
+    """The ways of a unit's bytes. ``note`` is told what happens to a unit."""
 
     gather: Wire
     reduce: Wire
-    reduce_dtype: torch.dtype | None  # None: as computed (rank-ordered fp32 sums follow)
+    reduce_dtype: (
+        torch.dtype | None
+    )  # the least precise of gradients; None: as computed (rank-ordered fp32 sums follow)
     note: Callable[[str, Unit], None]
 
     def dtype_of(self, group: Group) -> torch.dtype:

@@ -37,7 +37,7 @@ EXCERPTS = {
     "show_views": ("unit.py", "view = flat_P[", "self.parameters.append("),
     "show_phases": ("unit.py", "ALLOWED = {", "}"),
     "show_through": ("engine.py", "class _Through", "return (None, None, *gradients)"),
-    "show_prefetch": ("engine.py", "unit.gather()", "other.start_gather()"),
+    "show_prefetch": ("engine.py", "def _gather(self", "other.start_gather()"),
     "show_recompute": ("engine.py", "if torch._C._current_graph_task_id() != -1:  # recomputation", "return None"),
     "show_accumulate": ("unit.py", "if parameter.grad is not None:", "parameter.grad = None"),
     "show_hsdp": ("engine.py", "if self._replica_group is not None:", "dist.all_reduce(group.gradient_S"),
@@ -217,7 +217,8 @@ def numbers_of(found: dict) -> dict[str, int]:
     """What the text says of a trace: of rank 0."""
     events, blocks = found["events"][0], [unit for unit in found["units"] if ".layers." in unit["unit"]]
     begun = [place for place, event in enumerate(events) if event["what"] == "gather"]
-    ahead = [place for place in begun if events[place + 1]["what"] in ("forward", "backward")]
+    computing = [place for place in begun if events[place + 1]["what"] in ("forward", "backward")]
+    ahead = [place for place in computing if events[place + 1]["unit"] != "the rest"]  # that is the model's own
     return {
         "trace_blocks": len(blocks), "trace_block_bytes": blocks[0]["bytes"],
         "trace_all_bytes": sum(unit["bytes"] for unit in found["units"]),

@@ -28,14 +28,18 @@ LIMIT = 1.03
 # From each model's config.json; parameters: its own count, held against the list that the class gives.
 MODELS = {
     "Llama-3.1-8B": {
-        "source": "config.json of meta-llama/Llama-3.1-8B; the same in vulkomilev/oumi, configs/recipes/llama3_1/README.md", "parameters": 8_030_261_248,
+        "source": "config.json of meta-llama/Llama-3.1-8B; "
+        "the same in vulkomilev/oumi, configs/recipes/llama3_1/README.md",
+        "parameters": 8_030_261_248,
         "config": {
             "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
         },
     },
     "Qwen3-30B-A3B": {
-        "source": "config.json of Qwen/Qwen3-30B-A3B; the same in zyzshishui/slime, scripts/models/qwen3-30B-A3B.sh", "parameters": 30_532_122_624,
+        "source": "config.json of Qwen/Qwen3-30B-A3B; "
+        "the same in zyzshishui/slime, scripts/models/qwen3-30B-A3B.sh",
+        "parameters": 30_532_122_624,
         "config": {
             "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
             "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -44,7 +48,9 @@ MODELS = {
         },
     },
     "Mixtral-8x7B": {
-        "source": "config.json of mistralai/Mixtral-8x7B-v0.1; the same in keras-team/keras-hub, src/models/mixtral/README.md", "parameters": 46_702_792_704,
+        "source": "config.json of mistralai/Mixtral-8x7B-v0.1; "
+        "the same in keras-team/keras-hub, src/models/mixtral/README.md",
+        "parameters": 46_702_792_704,
         "config": {
             "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
             "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,

@@ -139,6 +139,11 @@ def _resume(run: str, json_output: bool, **options: Any) -> None:
     _print_trained(fullshard.resume_run(run, quiet=json_output, **options), json_output)
 
 
+def _trace(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+    result = fullshard.trace_run(recipe, overrides or (), **options)
+    _print_json(result) if json_output else print("\n".join(result["report"]))
+
+
 def _doctor(json_output: bool) -> None:
     from fullshard.doctor import check_machine
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
 Recipe = RunConfig | str | Path
+MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
@@ -44,7 +45,27 @@ def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None =
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
     prepare_run(config, ranks, quiet, text, [])
-    return _launch(Path(config.output), ranks, None, quiet)
+    return _launch(Path(config.output), ranks, None, MODES[quiet])
+
+
+def trace_run(
+    recipe: str | Path, overrides: Sequence[str] = (), output: str | Path = "trace.html", ranks: int | None = None,
+    lang: str = "en",
+) -> dict[str, Any]:  # fmt: skip
+    """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output`` (.html), .svg
+    and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
+    from fullshard.report.trace import write_trace
+
+    if _started_by_launcher():
+        raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
+    _check_ranks(ranks)
+    run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
+    config, text = _read_recipe(recipe, [*overrides, "engine=simple", "data.eval=null", f"output={run}"])
+    prepare_run(config, ranks, True, text, [])
+    _launch(run, ranks, None, "trace")
+    found = read_json(run / run_folder.TRACE)
+    shutil.rmtree(run)  # after a failure it stays, since the message may name files in it
+    return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
@@ -57,8 +78,8 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         here = start_ranks()
         number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
         _require_shared(run, here)
-        return _run_as_rank(run, number, quiet, here)
-    return _launch(run, ranks, _step_to_resume(run, step), quiet)
+        return _run_as_rank(run, number, MODES[quiet], here)
+    return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -172,7 +193,7 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) -> Any:
+def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) -> Any:
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -185,7 +206,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
     settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
-    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), "quiet" if quiet else "loud"]
+    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
     sys.stdout.flush()
     try:
         elastic_launch(settings, sys.executable)(*arguments)
@@ -197,7 +218,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
-    return TrainResult.read(run)
+    return TrainResult.read(run) if mode != "trace" else None
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
@@ -246,7 +267,7 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
     _require_same_data(run / run_folder.PREPARED, ranks)
-    return _run_as_rank(run, None, quiet, ranks)
+    return _run_as_rank(run, None, MODES[quiet], ranks)
 
 
 def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
@@ -282,11 +303,11 @@ def _require_shared(run: Path, ranks: "Ranks") -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks | None" = None) -> Any:
+def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | None" = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
-    from fullshard.train.loop import TrainResult, run_rank
+    from fullshard.train.loop import TrainResult, run_rank, trace_rank
 
     ranks = ranks or start_ranks()
     if resume_step is None:
@@ -298,18 +319,19 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks 
     config = config_from_dict(values, str(run / run_folder.CONFIG))
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     config = with_model_folder(config)
-    run_rank(run, config, read_json(run / run_folder.PLAN), ranks, resume_step or None, quiet)
+    what = run, config, read_json(run / run_folder.PLAN), ranks
+    trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet")
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
-    return TrainResult.read(run)
+    return TrainResult.read(run) if mode != "trace" else None
 
 
 def rank_main(arguments: list[str]) -> int:
-    """Entry of a rank that our launcher starts: RUN RESUME_STEP quiet|loud. Writes errors/rank_N.json on failure."""
-    run, resume_step, quiet = Path(arguments[0]), int(arguments[1]), arguments[2] == "quiet"
+    """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
+    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]  # loud, quiet or trace
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
-        _run_as_rank(run, resume_step, quiet)
+        _run_as_rank(run, resume_step, mode)
         return 0
     except KeyboardInterrupt:
         return 130

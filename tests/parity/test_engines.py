@@ -185,14 +185,23 @@ def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], int, int]:
     buffers = sharded._pool.buffers
     limit = sum(buffer.flat.numel() * 4 for buffer in buffers)
     assert len(buffers) == 5  # three for the blocks in turn, one for the embedding, one for norm + head
-    happened = [f"{what} {unit}" for _, what, unit, _ in sharded.events]
-    return happened, [held for *_, held in sharded.events], limit, sum(buffer.held_bytes for buffer in buffers)
+    happened = [f"{event['what']} {event['unit']}" for event in sharded.events]
+    return (
+        happened,
+        [event["held_bytes"] for event in sharded.events],
+        limit,
+        sum(buffer.held_bytes for buffer in buffers),
+    )
 
 
 def test_each_collective_happens_as_often_as_it_should() -> None:
     for happened, held, limit, left in pool(2).run(events_of_a_step):
         for block in range(4):
-            assert happened.count(f"gather blocks.{block}") <= 2
-            assert happened.count(f"reduce blocks.{block}") == happened.count(f"reduced blocks.{block}") == 1
+            assert happened.count(f"gather blocks.{block}") == happened.count(f"free blocks.{block}") == 2
+            assert happened.count(f"reduce blocks.{block}") == happened.count(f"reduce end blocks.{block}") == 1
+        for block in (0, 1, 2):  # prefetched while the block before it computes, in both directions
+            assert happened.index(f"gather blocks.{block + 1}") < happened.index(f"forward blocks.{block}")
+            last = len(happened) - 1 - happened[::-1].index(f"gather blocks.{block}")
+            assert last < happened.index(f"backward blocks.{block + 1}")
         assert happened.count("reduce embedding") == happened.count("reduce norm + head") == 1
         assert max(held) <= limit and left == 0

@@ -22,7 +22,7 @@ from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import CheckpointError, ConfigError, TrainError
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
-from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, read_json, write_json
+from fullshard.run_folder import METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
 from fullshard.train import optimizer as updates
 from fullshard.train.loss import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
@@ -312,6 +312,26 @@ class Trainer:
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
         limit, packing = self.config.data.max_length, bool(self.packing)
         return lay_out(window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, packing, limit)
+
+
+def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks) -> None:
+    """Take the first step twice; the run's trace.json: what the simple engine did in the second, ``events`` by rank."""
+    data = open_prepared(run / PREPARED, "train")
+    steps = windows_of_run(data.lengths, config.train)
+    log = MetricsLog(run / METRICS, 1, 0, ranks.is_first, quiet=True)
+    trainer = Trainer(run, config, plan, ranks, data, None, steps, log)
+    epoch, window = next(step for step in steps if data.supervised[step[1]].any())
+    trainer.prove_start()  # says how the loss is computed; here the order of the units is recorded
+    trainer._step(1, epoch, window)  # here the optimizer's state comes to be
+    ranks.barrier()
+    trainer.sharded.events = []
+    trainer._step(1, epoch, window)
+    count, tokens = len(trainer._layout(window)), int(data.lengths[window].sum())
+    facts = {"ranks": ranks.num_ranks, "device": ranks.device.type, "precision": trainer.precision.name}
+    facts |= {"rows": len(window), "tokens": tokens, "micro_batches": count, "units": trainer.sharded.planned(count)}
+    facts["events"] = ranks.gather_objects(trainer.sharded.events)
+    if ranks.is_first:
+        write_json(run / TRACE, facts)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

@@ -199,7 +199,7 @@ def _print_json(value: Any) -> None:
 
 
 FUNCTIONS = {"plan": _plan, "train": _train, "merge": _merge, "eval": _eval, "prepare": _prepare, "resume": _resume}
-FUNCTIONS |= {"doctor": _doctor, "generate": _generate}
+FUNCTIONS |= {"doctor": _doctor, "generate": _generate, "trace": _trace}
 app.callback()(_with_options(lambda **_: None, "version debug", ""))
 for name, verb in TABLE["verbs"].items():
     run = _with_options(FUNCTIONS.get(name) or partial(_call, verb["call"]), verb["takes"], name)

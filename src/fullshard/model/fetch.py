@@ -52,14 +52,7 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
     try:
         folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
-        sizes, problem = hub.sizes(model_id, revision) if missing else {}, None
-        absent = [name for name in missing if name not in sizes]
-        needed, free = sum(sizes.get(name, 0) for name in missing), shutil.disk_usage(folder).free
-        if absent:
-            problem = f"it has no {absent[0]}, and only safetensors weights are read"
-        elif needed > free:
-            room = f"but the disk of {folder} has {free / 1e9:,.1f} GB free; HF_HOME (or MODELSCOPE_CACHE)"
-            problem = f"{needed / 1e9:,.1f} GB of weights are to come, {room} names another place"
+        problem = _unfit(hub.sizes(model_id, revision), missing, folder) if missing else None
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
@@ -70,6 +63,18 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
         asked = f"{model_id}, revision {revision}," if revision else model_id
         raise ModelError(f"{asked} could not be fetched from {hub.address}: {problem}.", WAYS)
     return folder
+
+
+def _unfit(sizes: dict[str, int], missing: list[str], folder: Path) -> str | None:
+    """Why the missing weight files cannot be downloaded: not on the hub, or no room on the disk of ``folder``."""
+    absent = [name for name in missing if name not in sizes]
+    if absent:
+        return f"it has no {absent[0]}, and only safetensors weights are read"
+    needed, free = sum(sizes[name] for name in missing), shutil.disk_usage(folder).free
+    if needed <= free:
+        return None
+    room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
+    return f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place"
 
 
 def _reason(error: Exception) -> str:

@@ -104,9 +104,7 @@ def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ran
         return ""
     bad = [s.name for s in shards if s.gradient is not None and not bool(torch.isfinite(s.gradient).all())]
     gathered = enumerate(ranks.gather_objects(bad))
-    found = [
-        f"rank {rank}, {some[0]}" + f" and {len(some) - 1} more" * (len(some) > 1) for rank, some in gathered if some
-    ]
+    found = [f"rank {rank}, {own[0]}" + f" and {len(own) - 1} more" * (len(own) > 1) for rank, own in gathered if own]
     problem = f"non-finite gradient ({'; '.join(found)})" if found else f"non-finite loss {loss} or norm {norm}"
     if found and math.isfinite(loss) and scale.update(good=False):
         return f"skipped step {step}: {problem}"

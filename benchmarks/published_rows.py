@@ -1,0 +1,237 @@
+"""A row of published_runs.csv as the planner's inputs: the model's shape, the job, and what its trainer does.
+
+What is typed here are facts of trainers and model families, each with its reason; no value belongs to a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.planning.memory import Job, Practice
+from fullshard.planning.shape import ModelShape
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT.parent / "shared" / "data" / "published_runs.csv"
+ONE_NORM = ("phi-1", "phi-2", "falcon")  # attention and MLP read the same normed input
+HEAD_NORMS = ("qwen3",)  # norms of every head's queries and keys
+
+# Bytes that one logit costs at the peak, by the loss that ran:
+TORCH_LOGIT = 12  # torch's cross-entropy on fp32 logits: the logits, log-probabilities and gradient, 4 each
+COMPILED_LOGIT = 10  # compiled: the fp32 form of the bf16 logits is not written
+FUSED_LOGIT = 8  # Triton kernels (foak, Liger, flash-attn): the gradient over fp32 logits, beside the bf16 form and its gradient
+SHIFTED_LOGIT = 24  # transformers before 4.45: bf16, fp32, shifted fp32 copy, log-probabilities, gradient and its padded form
+LITGPT_LOGIT = 4  # bf16 logits and log-probabilities; gradients exist for one chunk of 128 at a time
+SHIFTED = ("fsdp_qlora", "ms-swift 2", "llama-recipes")  # trainers on transformers 4.36 - 4.44
+EAGER_LOSS = ("kempnerforge",)  # compiles blocks, not the loss
+# Gradients of all but the last micro-batch are not reduced, so that they wait whole (scripts/train.py: maybe_no_sync)
+NO_SYNC = ("kempnerforge",)
+DROPOUT_BYTES = 3  # LoRA's dropout keeps a mask and its bf16 output for every input feature of an adapted layer
+FUSED_POSITIONS = 2048  # fused linear + cross-entropy works on chunks of about this many positions
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run as the planner sees it."""
+
+    row: dict[str, str]
+    shape: ModelShape
+    job: Job
+    practice: Practice
+    mean_length: int  # of a sequence, for the scores of attention
+    devices: int
+    nodes: int
+    accumulation: int
+
+    @property
+    def published_memory(self) -> float | None:
+        """Peak in GiB."""
+        return number(self.row["peak_mem_gib"])
+
+    @property
+    def published_speed(self) -> float | None:
+        """Tokens per second and device."""
+        return number(self.row["tok_s_per_gpu"])
+
+    @property
+    def memory_kind(self) -> str:
+        """allocated | reserved | unknown: what the published peak means (notes, section 2)."""
+        words = self.row["mem_kind"].lower()
+        if words.startswith(("peak allocated", "peak active")):
+            return "allocated"
+        return "reserved" if "reserved" in words and "not stated" not in words and "probably" not in words else "unknown"
+
+
+def read_rows(path: Path = ROWS) -> list[dict[str, str]]:
+    """All rows of the file."""
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def number(text: str) -> float | None:
+    """The first number of a cell; None where there is none."""
+    found = re.search(r"\d[\d,]*\.?\d*(e\d+)?", text or "")
+    return float(found[0].replace(",", "")) if found else None
+
+
+def out_of_scope(row: dict[str, str]) -> str:
+    """Why a row is not scored; empty: it is."""
+    method, every = row["method"], " ".join(row[key] for key in ("compute_dtype", "param_dtype", "framework", "method"))
+    reasons = {
+        "not core": row["core"] not in ("yes", "fit-check"),
+        "QLoRA": "QLoRA" in method or bool(row["quant"]),
+        "RL": "RL" in method,
+        "FP8": "fp8" in every.lower(),
+        "model parallel": any(row[key] not in ("", "1") for key in ("tp", "pp", "cp", "ep")),
+        "experts": "e" in row["ffn"] or "x" in row["ffn"],
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def shape_of_row(row: dict[str, str]) -> ModelShape:
+    """The shape whose parameter count is nearest the published one, over gated or not, tied or not, width of a head."""
+    layers, hidden, heads, inner, vocab = (int(number(row[key]) or 0) for key in ("n_layers", "hidden", "n_heads", "ffn", "vocab"))
+    keys, name = int(number(row["n_kv_heads"]) or heads), row["model"].lower()
+    inner = inner or 4 * hidden
+    total = number(row["params_total"]) or 0
+
+    def count(gated: bool, tied: bool, head_dim: int, positions: int) -> int:
+        attention = 2 * hidden * head_dim * (heads + keys)
+        block = attention + (3 if gated else 2) * hidden * inner
+        return layers * block + (1 if tied else 2) * vocab * hidden + positions * hidden
+
+    widths, length = dict.fromkeys((hidden // heads, 128)), int(number(row["seq_len"]) or 0)
+    choices = itertools.product((True, False), (True, False), widths, (0, length))
+    gated, tied, head_dim, positions = min(choices, key=lambda choice: abs(count(*choice) - total))
+    if "litgpt" in row["framework"].lower() and tied:  # its GPT class keeps a head of its own
+        tied, total = False, total + vocab * hidden
+    wide, narrow = heads * head_dim, keys * head_dim
+    matrices = 2 * hidden * (wide + narrow) + (3 if gated else 2) * hidden * inner
+    embedding = (vocab + positions) * hidden
+    head = 0 if tied else vocab * hidden
+    norms = (1 if name.startswith(ONE_NORM) else 2) * hidden + (wide + narrow) * name.startswith(HEAD_NORMS)
+    return ModelShape(
+        parameters=int(total), num_layers=layers, block=matrices, blocks=layers * matrices, embedding=embedding,
+        head=head, tied=tied, active_block_matrices=layers * matrices, head_matrix=vocab * hidden, vocab_size=vocab,
+        hidden_size=hidden, attention_width=wide, key_value_width=narrow, intermediate_size=inner,
+        mlp_copies=4 if gated else 2, norm_width=norms,
+        fused_norms=not gated or row["torch_compile"].startswith("yes"),  # LayerNorm, or fused by the compiler
+        num_heads=heads, eager_attention=False, max_positions=None, largest_tensor=vocab * hidden,
+    )  # fmt: skip
+
+
+def adapters_of_row(row: dict[str, str], shape: ModelShape) -> tuple[int, int]:
+    """(adapter parameters, input features of a block's adapted layers): rank x (inputs + outputs) of the named layers."""
+    rank, targets = int(number(row["lora_rank"]) or 0), row["lora_targets"].lower()
+    hidden, wide, narrow, inner = shape.hidden_size, shape.attention_width, shape.key_value_width, shape.intermediate_size
+    sizes = {"q": (hidden, wide), "k": (hidden, narrow), "v": (hidden, narrow), "o": (wide, hidden)}
+    sizes |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    if shape.mlp_copies != 4:
+        del sizes["gate"]
+    if row["framework"].lower().startswith("litgpt"):  # q, k and v are one layer
+        sizes |= {"q": (hidden, wide + 2 * narrow), "k": (0, 0), "v": (0, 0)}
+    words = re.split(r"[^a-z_]+", targets)
+    if "c_attn" in words:
+        chosen = [(hidden, wide + 2 * narrow)]
+    else:
+        chosen = [pair for name, pair in sizes.items() if name in words or "all" in targets]
+    return rank * sum(map(sum, chosen)) * shape.num_layers, sum(inputs for inputs, _ in chosen)
+
+
+def practice_of_row(row: dict[str, str], shape: ModelShape, tokens: int, inputs: int) -> Practice:
+    """What the row's trainer holds, from its columns."""
+    kinds, sharding, optimizer = row["param_dtype"], row["sharding"], row["optimizer"].lower()
+    compute = 2
+    frozen = 4 if kinds.startswith("fp32") else 2
+    weight = 4 if kinds.startswith("fp32") or "lora fp32" in kinds.lower() else 2
+    master = 4 if "master" in kinds else 0  # DeepSpeed: bf16 weights and gradients, fp32 master and states
+    states = {"fp32": 8, "bf16": 4, "int8": 2}.get(re.split(r"[?/ ]", row["optim_state_dtype"])[0])
+    states = 8 if master else 2 * weight if states is None else states
+    gradient = 0 if "step in backward" in optimizer else weight
+    whole = "full-size grads" in sharding  # the flat unit holds adapters and base, so the base has gradients too
+    is_sharded = number(row["fsdp_degree"]) > 1 or (sharding.startswith("FSDP2") and frozen != compute)
+    offloads = row["cpu_offload"].startswith("yes")
+    if "paged" in optimizer:
+        states = 0  # paged out to host memory while blocks run
+    if offloads:  # shards live in host memory; only gathered units are on the card
+        weight = frozen = gradient = states = 0
+    plain = not any(word in optimizer for word in ("fused)", "fused,", "8bit", "paged", "step in backward", "cpu"))
+    passing = compute * 2 * (shape.intermediate_size + shape.hidden_size)
+    reduced = {"fp32": 4}.get(row["reduce_dtype"].strip("?"), compute) + compute
+    return Practice(
+        weight=weight + master, gradient=gradient, states=states, frozen=frozen + whole * compute * int(number(row["fsdp_degree"]) or 1),
+        gathered=compute if is_sharded else 0, reduced=reduced if is_sharded else 0,
+        temporary=weight if plain and not offloads else 0, logit=logit_bytes(row), positions=positions_of_row(row, tokens),
+        gathers_all=any(word in sharding + row["reshard_after_forward"] for word in ("GRAD_OP", "ZeRO-2")),
+        gradients_wait=(number(row["grad_accum"]) or 1) > 1, kept=compute, extra=extra_bytes(row, shape, inputs), mask=False, passing=passing,
+        selected=selected_bytes(row, shape),
+    )  # fmt: skip
+
+
+def selected_bytes(row: dict[str, str], shape: ModelShape) -> int:
+    """Torchtitan's per-op rule: the attention's output and every second product's (q, v, gate, down) are kept."""
+    if row["act_offload"].startswith("yes"):
+        return -2 * shape.hidden_size  # the block's input waits in host memory
+    if not row["act_ckpt"].startswith("selective (per-op"):
+        return 0
+    products = shape.attention_width + shape.key_value_width + shape.intermediate_size + shape.hidden_size
+    return 2 * (products + shape.attention_width)
+
+
+def logit_bytes(row: dict[str, str]) -> float:
+    """Bytes of one logit at the peak, by the loss that ran."""
+    loss, trainer = row["chunked_ce"].lower(), row["framework"].lower()
+    if trainer.startswith("litgpt"):
+        return LITGPT_LOGIT
+    if any(word in loss for word in ("liger", "triton fused", "fused lm", "fused ce likely")):
+        return FUSED_LOGIT
+    if trainer.startswith(SHIFTED):
+        return SHIFTED_LOGIT
+    compiled = row["torch_compile"] == "yes" and not trainer.startswith(EAGER_LOSS)
+    return COMPILED_LOGIT if compiled or "compiled" in loss else TORCH_LOGIT
+
+
+def extra_bytes(row: dict[str, str], shape: ModelShape, inputs: int) -> int:
+    """LoRA: dropout's copies of the adapted inputs; a gated MLP's product is kept only where the next layer is adapted."""
+    if not inputs:
+        return 0
+    targets = row["lora_targets"].lower()
+    frozen = shape.mlp_copies == 4 and "all" not in targets and "down" not in targets
+    return DROPOUT_BYTES * inputs - 2 * shape.intermediate_size * frozen
+
+
+def positions_of_row(row: dict[str, str], tokens: int) -> int:
+    """Logits at once; 0: of all tokens."""
+    loss = row["chunked_ce"].lower()
+    if found := re.search(r"(\d+) chunks", loss):
+        return -(-tokens // int(found[1]))
+    if "liger" in loss or "fused lm" in loss:
+        return FUSED_POSITIONS
+    return 0  # LitGPT's 128-token chunks are of finished logits
+
+
+def case_of_row(row: dict[str, str]) -> Case:
+    """The planner's inputs for one row in scope."""
+    shape = shape_of_row(row)
+    numbers = [int(found) for found in re.findall(r"\d+", row["seq_len"])] or [1024]
+    batch, accumulation = int(number(row["micro_batch"]) or 1), int(number(row["grad_accum"]) or 1)
+    mean, is_full = numbers[-1], "LoRA" not in row["method"]
+    adapters, inputs = (0, 0) if is_full else adapters_of_row(row, shape)
+    kept, tokens = row["act_ckpt"], numbers[0] * batch
+    recompute = {"full": True, "none": False}.get(re.split(r"[? ]", kept)[0], shape.num_layers // 2)
+    if kept.startswith("selective (per-op"):
+        recompute = True
+    degree = int(number(row["fsdp_degree"]) or number(row["n_gpus"]) or 1)
+    job = Job(
+        method="full" if is_full else "lora", optimizer="adamw", num_ranks=degree, precision="bf16",
+        micro_tokens=tokens, longest=numbers[0], recompute=recompute,
+        accumulates=is_full and accumulation > 1 and row["framework"].lower().startswith(NO_SYNC),
+        adapters=adapters, adapted_inputs=0, on_cpu=False,
+    )  # fmt: skip
+    practice = practice_of_row(row, shape, tokens, inputs)
+    return Case(
+        row, shape, job, practice, mean, int(number(row["n_gpus"]) or 1), int(number(row["n_nodes"]) or 1), accumulation
+    )

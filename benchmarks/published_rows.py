@@ -11,9 +11,20 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.planning.hardware import Accelerator, parse_devices
 from fullshard.planning.memory import Job, Practice
 from fullshard.planning.shape import ModelShape
+from fullshard.planning.speed import Run
 
+CARDS = {  # words in the file's "gpu" column: the name that --devices takes; more special ones first
+    "h100.*96gb": "h100-96g", "h100.*pcie": "h100-pcie", "h100.*nvl": "h100-nvl", "gb300": "gb300", "gb200": "gb200",
+    "a100.*40gb": "a100-40g", "a100.*pcie": "a100-pcie", "4090 ?d": "4090d", "a800.*pcie": "a800-pcie", "910c": "910c",
+}  # fmt: skip
+PLAIN_CARDS = "b200 h200 h20 h800 h100 a100 a800 l40s l20 l4 a6000 5090 4090 3090 a10g v100 t4 mi300x 910b1 910b2 910b3 910b4 910a"
+PADDING = 1.5  # four rows of random length as long as the longest, over their mean (lengths spread by half their mean)
+HOST_MEMORY = 12e9  # bytes per second of one of 8 ranks whose optimizer runs on the CPU: a share of about 100 - 200 GB/s
+SLOW_LANES = 8e9  # "old board, slow lanes": PCIe 3.0 x8, assumed
+PCIE = 25e9  # PCIe 4.0 x16 in practice
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT.parent / "shared" / "data" / "published_runs.csv"
 ONE_NORM = ("phi-1", "phi-2", "falcon")  # attention and MLP read the same normed input
@@ -41,10 +52,8 @@ class Case:
     shape: ModelShape
     job: Job
     practice: Practice
-    mean_length: int  # of a sequence, for the scores of attention
-    devices: int
-    nodes: int
-    accumulation: int
+    run: Run
+    card: Accelerator | None  # None: the row names no card
 
     @property
     def published_memory(self) -> float | None:
@@ -232,6 +241,58 @@ def case_of_row(row: dict[str, str]) -> Case:
         adapters=adapters, adapted_inputs=0, on_cpu=False,
     )  # fmt: skip
     practice = practice_of_row(row, shape, tokens, inputs)
-    return Case(
-        row, shape, job, practice, mean, int(number(row["n_gpus"]) or 1), int(number(row["n_nodes"]) or 1), accumulation
-    )
+    features = adapters // (shape.num_layers * int(number(row["lora_rank"]) or 1))
+    run = run_of_row(row, shape, job, practice, (numbers[0], mean, batch, accumulation), features)
+    return Case(row, shape, job, practice, run, card_of_row(row))
+
+
+def card_of_row(row: dict[str, str]) -> Accelerator | None:
+    """The card of the row, as the planner knows it."""
+    text = row["gpu"].lower().replace("(sxm/pcie not stated)", "")
+    names = [name for words, name in CARDS.items() if re.search(words, text)]
+    names += [name for name in PLAIN_CARDS.split() if name in text and "/" not in text.split(" (")[0]]
+    return parse_devices(f"1x{names[0]}")[1] if names else None
+
+
+def run_of_row(
+    row: dict[str, str], shape: ModelShape, job: Job, does: Practice, sizes: tuple[int, int, int, int], features: int
+) -> Run:
+    """What decides the row's speed. ``sizes``: longest and mean tokens of a row, rows of a micro-batch, accumulation."""
+    longest, mean, batch, accumulation = sizes
+    tokens = (mean * PADDING if mean < longest else longest) * batch
+    trainer, attention, kept = row["framework"].lower(), row["attention"].lower(), row["act_ckpt"]
+    fused = "foak" in row["notes"] or trainer.startswith(("llm-foundry", "nemo"))  # own kernels for norms, rotation, loss
+    kernels = "compiled" if row["torch_compile"].startswith("yes") else "fused" if fused else "plain"
+    flash = "flash1" if "triton/cuda" in attention else "flash2"
+    if re.search(r"attention.?3|fa3|cudnn", attention):
+        flash = "flash3"
+    # peft's and fsdp_qlora's wrap policy makes every adapter matrix a unit of its own under FSDP1
+    layers = {"q,k,v,o": 4, "q,v": 2}.get(row["lora_targets"].split(" ")[0], 6)
+    units = 1 + 2 * layers * ("FSDP1" in row["sharding"] and job.method == "lora")
+    trained, host, optimizer = shape.parameters / job.num_ranks, 0.0, row["optimizer"].lower()
+    if "paged" in optimizer:  # states go through host memory and back
+        host = 2 * trained * (2 if "8bit" in optimizer else 8) / PCIE
+    elif row["cpu_offload"].startswith("yes"):  # weights come up twice a micro-batch; the CPU's optimizer reads and writes
+        host = 2 * does_gather(job, shape) / PCIE * accumulation
+        host += trained * 14 / HOST_MEMORY if job.method == "full" else 0.0
+    return Run(
+        length=mean, tokens=tokens, head_tokens=tokens, accumulation=accumulation,
+        devices=int(number(row["n_gpus"]) or 1), nodes=int(number(row["n_nodes"]) or 1),
+        link_bytes_per_second=SLOW_LANES if "slow lanes" in row["interconnect"] else None,
+        node_bytes_per_second=node_of_row(row), kernels=kernels, attention=flash,
+        again=0.5 if kept.startswith("selective (per-op") else None,  # every second product; never attention
+        adapted=features, units=units, host_seconds=host,
+    )  # fmt: skip
+
+
+def does_gather(job: Job, shape: ModelShape) -> float:
+    """Bytes of a rank's share of the weights in compute precision."""
+    return job.compute_bytes * shape.parameters / job.num_ranks
+
+
+def node_of_row(row: dict[str, str]) -> float | None:
+    """Bytes per second of one device to other nodes, where the row says."""
+    if found := re.search(r"(\d+) ?Gb/s per node|EFA (\d+) Gb/s|(\d+) Gb/s RoCE per node", row["interconnect"]):
+        inside = -(-int(number(row["n_gpus"]) or 8) // int(number(row["n_nodes"]) or 1))
+        return float(found[1] or found[2] or found[3]) / 8 * 1e9 / inside
+    return None

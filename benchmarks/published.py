@@ -26,7 +26,7 @@ from published_rows import ROOT, ROWS, Case, case_of_row, number, out_of_scope, 
 
 from fullshard.planning.hardware import GIB
 from fullshard.planning.memory import DEVICE_CONTEXT_BYTES, RESERVED_BAND, memory_lines, train_peak
-from fullshard.planning.speed import micro_batch_seconds
+from fullshard.planning.speed import efficiency, micro_batch_seconds
 
 EFFICIENCY = ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml"
 USABLE_SHARE = 0.95  # as planning/search.py
@@ -116,7 +116,7 @@ def with_shares(keys: list[tuple[str, ...]], logarithms: np.ndarray) -> dict[str
     return shares
 
 
-def fit(cases: Sequence[Case], pull: float = 0.15, rounds: int = 25) -> dict[str, Any]:
+def fit(cases: Sequence[Case], pull: float = 0.15, rounds: int = 12) -> dict[str, Any]:
     """Shares by damped least squares on log(predicted / published); a group weighs as one, and large misses count less than
     their square. ``pull``: how hard a share that no row decides is held at START."""
     counts: dict[str, int] = {}
@@ -161,3 +161,126 @@ def _at(key: tuple[str, ...]) -> float:
     for name in key:
         place = place[name]
     return place
+
+
+def fit_file(cases: Sequence[Case], held_out: dict[str, float]) -> str:
+    """efficiency.yaml's text: the shares, the error bar and the rows that each card was checked on."""
+    shares = fit(cases)
+    ratios = [case.published_speed / held_out[case.row["id"]] for case in cases]
+    checked: dict[str, int] = {}
+    for case in cases:
+        checked[case.card.name] = checked.get(case.card.name, 0) + 1
+    shares["error"] = [percentile(ratios, 0.1), percentile(ratios, 0.9)]
+    rounded = json.loads(json.dumps(shares), parse_float=lambda text: float(f"{float(text):.3g}"))
+    head = EFFICIENCY.read_text(encoding="utf-8").split("families:")[0]
+    return head + yaml.safe_dump({**rounded, "checked": checked}, sort_keys=False, default_flow_style=None, width=118)
+
+
+def predict_held_out(cases: Sequence[Case]) -> dict[str, float]:
+    """Tokens per second by row id, each group predicted with shares that were fitted to the other groups."""
+    found = {}
+    for group in sorted({case.row["group"] for case in cases}):
+        shares = fit([case for case in cases if case.row["group"] != group])
+        found |= {case.row["id"]: predicted_speed(case, shares) for case in cases if case.row["group"] == group}
+    return found
+
+
+# ---- the scores ----
+
+
+def judge(row: dict[str, str], held_out: dict[str, float]) -> dict[str, Any]:
+    """One row predicted beside published."""
+    case = case_of_row(row)
+    memory, whole = predicted_memory(case)
+    speed = predicted_speed(case) if case.card and case.published_speed else None
+    limit = case.card.usable_bytes / GIB if case.card else number(row["gpu_mem"])
+    return {
+        "id": row["id"], "group": row["group"], "core": row["core"], "model": row["model"], "method": row["method"],
+        "card": case.card.name if case.card else row["gpu"], "devices": case.run.devices,
+        "length": row["seq_len"], "rows": row["micro_batch"], "recomputed": row["act_ckpt"],
+        "memory_kind": "out of memory" if row["core"] == "fit-check" else case.memory_kind,
+        "memory_published": case.published_memory, "memory_predicted": memory,
+        "fits": whole <= USABLE_SHARE * limit if limit else None,
+        "speed_published": case.published_speed, "speed_predicted": speed, "speed_held_out": held_out.get(row["id"]),
+    }  # fmt: skip
+
+
+def score(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The issue's figures of judged rows."""
+    memory = [row for row in rows if row["memory_published"] and row["memory_kind"] == "allocated"]
+    misses = [(row["group"], abs(row["memory_predicted"] / row["memory_published"] - 1)) for row in memory]
+    reserved = [row for row in rows if row["memory_published"] and row["memory_kind"] == "reserved"]
+    low, high = RESERVED_BAND
+    inside = [(row["group"], low <= row["memory_published"] / row["memory_predicted"] <= high) for row in reserved]
+    fast = [row for row in rows if row["speed_published"] and row["speed_predicted"]]
+    figures: dict[str, Any] = {"rows": len(rows)}
+    if misses:
+        figures["memory_median"], figures["memory_median_of_groups"] = of_groups(misses, statistics.median)
+        figures["memory_p90"], figures["memory_p90_of_groups"] = of_groups(misses, lambda v: percentile(v, 0.9))
+        figures["memory_rows"] = len(misses)
+    if inside:
+        figures["reserved_inside_rows"] = statistics.mean(held for _, held in inside)
+        figures["reserved_inside"], figures["reserved_inside_of_groups"] = of_groups(inside, statistics.mean)
+        figures["reserved_rows"] = len(inside)
+    for name in ("speed_predicted", "speed_held_out"):
+        pairs = [(row["group"], abs(row[name] / row["speed_published"] - 1)) for row in fast if row[name]]
+        if pairs:
+            figures[name], figures[f"{name}_of_groups"] = of_groups(pairs, statistics.median)
+    figures["speed_rows"] = len(fast)
+    ranks = {}
+    for group in sorted({row["group"] for row in fast}):
+        table = [row for row in fast if row["group"] == group]
+        columns = ([row[name] for row in table] for name in ("speed_predicted", "speed_published"))
+        if (found := rank_correlation(*columns)) is not None:
+            ranks[group] = found
+    if ranks:
+        figures["rank_correlation"], figures["rank_correlation_of_groups"] = statistics.mean(ranks.values()), ranks
+    failed = [row for row in rows if row["core"] == "fit-check"]
+    figures["out_of_memory_rows"], figures["out_of_memory_said_to_fit"] = len(failed), sum(row["fits"] for row in failed)
+    ran = [row for row in rows if row["core"] != "fit-check" and row["fits"] is not None]
+    figures["ran_rows"], figures["ran_said_not_to_fit"] = len(ran), sum(not row["fits"] for row in ran)
+    return figures
+
+
+def other_rows(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """In scope but for core = no (near-duplicates, three a cluster are core): no constant was chosen by them alone."""
+    others = [{**row, "core": "yes"} for row in rows if out_of_scope(row) == "not core" and row["completeness"] != "C"]
+    return [judge(row, {}) for row in others]
+
+
+def main() -> None:
+    """Fit if asked, score, write the result file and the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="a file with the columns of published_runs.csv")
+    parser.add_argument("--fit", action="store_true", help="write efficiency.yaml from these rows first")
+    parser.add_argument("--scores-only", action="store_true", help="print the scores; no held-out fits, no files")
+    asked = parser.parse_args()
+    rows = read_rows(asked.rows)
+    scope = [row for row in rows if not out_of_scope(row)]
+    cases = [case_of_row(row) for row in scope if row["core"] == "yes"]
+    cases = [case for case in cases if case.card and case.published_speed]
+    held_out = {} if asked.scores_only else predict_held_out(cases)
+    if asked.fit:
+        EFFICIENCY.write_text(fit_file(cases, held_out), encoding="utf-8")
+        efficiency.cache_clear()
+    judged = [judge(row, held_out) for row in scope]
+    figures, others = score(judged), score(other_rows(rows))
+    print(json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict)}, indent=1))
+    if asked.scores_only:
+        return
+    from published_page import write_page
+
+    today = datetime.date.today()
+    result = {
+        "topic": "published", "command": "python benchmarks/published.py", "date": today.isoformat(),
+        "hardware": "none: predictions beside figures that others published", "rows_file": asked.rows.name,
+        "scores": figures, "other_rows": others, "rows": judged,
+    }  # fmt: skip
+    path = ROOT / "benchmarks" / "results" / f"published_{today:%Y%m%d}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_page(result)
+    print(f"wrote {path.relative_to(ROOT)} and docs/planning.md")
+
+
+if __name__ == "__main__":
+    main()

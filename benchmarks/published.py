@@ -40,13 +40,28 @@ START = {  # where the fit starts: what is usual in kernels' own benchmarks; a s
         "consumer": {"matrices": 0.8, "flash1": 0.45, "flash2": 0.65, "flash3": 0.65},
         "blackwell": {"matrices": 0.7, "flash1": 0.15, "flash2": 0.25, "flash3": 0.5},
         "cdna": {"matrices": 0.8, "flash1": 0.25, "flash2": 0.4, "flash3": 0.4},
+        "measured": {"matrices": 0.9, "flash1": 0.4, "flash2": 0.6, "flash3": 0.6},
         "ascend": {"matrices": 0.95, "flash1": 0.45, "flash2": 0.65, "flash3": 0.65},
     },
-    "kernels": {"plain": 2.5, "fused": 2.0, "compiled": 1.5, "adapter": 1.5},
+    "kernels": {"plain": 2.5, "fused": 2.0, "compiled": 1.5, "adapter": 1.5, "logits": 3.0},
     "width": 300.0, "small_heads": 0.85, "optimizer": 2.0, "block": 1e-4, "unit": 3e-4, "hop": 2e-6, "overlap": 0.75, "link": 0.6, "bus": 0.4, "node": 0.6,
 }  # fmt: skip
-HIGHEST = {"overlap": 1.0, "link": 0.95, "bus": 0.95, "node": 1.0, "matrices": 1.3, "small_heads": 1.0, "flash1": 0.9, "flash2": 0.9, "flash3": 0.9}
-SAME = {"flash1": ("ampere", "ada", "consumer"), "flash2": ("ampere", "ada", "consumer"), "flash3": ("ampere", "ada", "consumer")}
+HIGHEST = {
+    "overlap": 1.0,
+    "link": 0.95,
+    "bus": 0.95,
+    "node": 1.0,
+    "matrices": 1.3,
+    "small_heads": 1.0,
+    "flash1": 0.9,
+    "flash2": 0.9,
+    "flash3": 0.9,
+}
+SAME = {
+    "flash1": ("ampere", "ada", "consumer"),
+    "flash2": ("ampere", "ada", "consumer"),
+    "flash3": ("ampere", "ada", "consumer"),
+}
 
 
 def predicted_memory(case: Case) -> tuple[float, float]:
@@ -81,7 +96,9 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | N
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def of_groups(pairs: Sequence[tuple[str, float]], measure: Callable[[list[float]], float]) -> tuple[float, dict[str, float]]:
+def of_groups(
+    pairs: Sequence[tuple[str, float]], measure: Callable[[list[float]], float]
+) -> tuple[float, dict[str, float]]:
     """The mean over the groups of a measure of each group's values, and the groups' own."""
     groups: dict[str, list[float]] = {}
     for group, value in pairs:
@@ -99,7 +116,10 @@ def keys_of(cases: Sequence[Case]) -> list[tuple[str, ...]]:
     keys = {("families", family, "matrices") for family, _ in families}
     keys |= {("families", family, kernel) for family, kernel in families}
     keys |= {("kernels", case.run.kernels) for case in cases} | {("kernels", "adapter")}
-    return sorted(keys) + [(name,) for name in ("width", "small_heads", "optimizer", "block", "unit", "hop", "overlap", "link", "bus", "node")]
+    return sorted(keys) + [
+        (name,)
+        for name in ("width", "small_heads", "optimizer", "block", "unit", "hop", "overlap", "link", "bus", "node")
+    ]
 
 
 def with_shares(keys: list[tuple[str, ...]], logarithms: np.ndarray) -> dict[str, Any]:
@@ -172,8 +192,9 @@ def fit_file(cases: Sequence[Case], held_out: dict[str, float]) -> str:
         checked[case.card.name] = checked.get(case.card.name, 0) + 1
     shares["error"] = [percentile(ratios, 0.1), percentile(ratios, 0.9)]
     rounded = json.loads(json.dumps(shares), parse_float=lambda text: float(f"{float(text):.3g}"))
-    head = EFFICIENCY.read_text(encoding="utf-8").split("families:")[0]
-    return head + yaml.safe_dump({**rounded, "checked": checked}, sort_keys=False, default_flow_style=None, width=118)
+    head = EFFICIENCY.read_text(encoding="utf-8").split("devices:\n")[0]
+    devices = {"devices": {**rounded, "checked": dict(sorted(checked.items()))}}
+    return head + yaml.safe_dump(devices, sort_keys=False, default_flow_style=None, width=118)
 
 
 def predict_held_out(cases: Sequence[Case]) -> dict[str, float]:
@@ -196,7 +217,7 @@ def judge(row: dict[str, str], held_out: dict[str, float]) -> dict[str, Any]:
     limit = case.card.usable_bytes / GIB if case.card else number(row["gpu_mem"])
     return {
         "id": row["id"], "group": row["group"], "core": row["core"], "model": row["model"], "method": row["method"],
-        "card": case.card.name if case.card else row["gpu"], "devices": case.run.devices,
+        "card": case.card.name if case.card else row["gpu"], "devices": case.job.num_ranks,
         "length": row["seq_len"], "rows": row["micro_batch"], "recomputed": row["act_ckpt"],
         "memory_kind": "out of memory" if row["core"] == "fit-check" else case.memory_kind,
         "memory_published": case.published_memory, "memory_predicted": memory,
@@ -236,7 +257,10 @@ def score(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if ranks:
         figures["rank_correlation"], figures["rank_correlation_of_groups"] = statistics.mean(ranks.values()), ranks
     failed = [row for row in rows if row["core"] == "fit-check"]
-    figures["out_of_memory_rows"], figures["out_of_memory_said_to_fit"] = len(failed), sum(row["fits"] for row in failed)
+    figures["out_of_memory_rows"], figures["out_of_memory_said_to_fit"] = (
+        len(failed),
+        sum(row["fits"] for row in failed),
+    )
     ran = [row for row in rows if row["core"] != "fit-check" and row["fits"] is not None]
     figures["ran_rows"], figures["ran_said_not_to_fit"] = len(ran), sum(not row["fits"] for row in ran)
     return figures
@@ -251,7 +275,9 @@ def other_rows(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Fit if asked, score, write the result file and the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="a file with the columns of published_runs.csv")
+    parser.add_argument(
+        "rows", nargs="?", type=Path, default=ROWS, help="a file with the columns of published_runs.csv"
+    )
     parser.add_argument("--fit", action="store_true", help="write efficiency.yaml from these rows first")
     parser.add_argument("--scores-only", action="store_true", help="print the scores; no held-out fits, no files")
     asked = parser.parse_args()

@@ -22,7 +22,9 @@ CARDS = {  # words in the file's "gpu" column: the name that --devices takes; mo
 }  # fmt: skip
 PLAIN_CARDS = "b200 h200 h20 h800 h100 a100 a800 l40s l20 l4 a6000 5090 4090 3090 a10g v100 t4 mi300x 910b1 910b2 910b3 910b4 910a"
 PADDING = 1.5  # four rows of random length as long as the longest, over their mean (lengths spread by half their mean)
-HOST_MEMORY = 12e9  # bytes per second of one of 8 ranks whose optimizer runs on the CPU: a share of about 100 - 200 GB/s
+HOST_MEMORY = (
+    12e9  # bytes per second of one of 8 ranks whose optimizer runs on the CPU: a share of about 100 - 200 GB/s
+)
 SLOW_LANES = 8e9  # "old board, slow lanes": PCIe 3.0 x8, assumed
 PCIE = 25e9  # PCIe 4.0 x16 in practice
 ROOT = Path(__file__).parents[1]
@@ -33,8 +35,12 @@ HEAD_NORMS = ("qwen3",)  # norms of every head's queries and keys
 # Bytes that one logit costs at the peak, by the loss that ran:
 TORCH_LOGIT = 12  # torch's cross-entropy on fp32 logits: the logits, log-probabilities and gradient, 4 each
 COMPILED_LOGIT = 10  # compiled: the fp32 form of the bf16 logits is not written
-FUSED_LOGIT = 8  # Triton kernels (foak, Liger, flash-attn): the gradient over fp32 logits, beside the bf16 form and its gradient
-SHIFTED_LOGIT = 24  # transformers before 4.45: bf16, fp32, shifted fp32 copy, log-probabilities, gradient and its padded form
+FUSED_LOGIT = (
+    8  # Triton kernels (foak, Liger, flash-attn): the gradient over fp32 logits, beside the bf16 form and its gradient
+)
+SHIFTED_LOGIT = (
+    24  # transformers before 4.45: bf16, fp32, shifted fp32 copy, log-probabilities, gradient and its padded form
+)
 LITGPT_LOGIT = 4  # bf16 logits and log-probabilities; gradients exist for one chunk of 128 at a time
 SHIFTED = ("fsdp_qlora", "ms-swift 2", "llama-recipes")  # trainers on transformers 4.36 - 4.44
 EAGER_LOSS = ("kempnerforge",)  # compiles blocks, not the loss
@@ -71,7 +77,9 @@ class Case:
         words = self.row["mem_kind"].lower()
         if words.startswith(("peak allocated", "peak active")):
             return "allocated"
-        return "reserved" if "reserved" in words and "not stated" not in words and "probably" not in words else "unknown"
+        return (
+            "reserved" if "reserved" in words and "not stated" not in words and "probably" not in words else "unknown"
+        )
 
 
 def read_rows(path: Path = ROWS) -> list[dict[str, str]]:
@@ -102,7 +110,9 @@ def out_of_scope(row: dict[str, str]) -> str:
 
 def shape_of_row(row: dict[str, str]) -> ModelShape:
     """The shape whose parameter count is nearest the published one, over gated or not, tied or not, width of a head."""
-    layers, hidden, heads, inner, vocab = (int(number(row[key]) or 0) for key in ("n_layers", "hidden", "n_heads", "ffn", "vocab"))
+    layers, hidden, heads, inner, vocab = (
+        int(number(row[key]) or 0) for key in ("n_layers", "hidden", "n_heads", "ffn", "vocab")
+    )
     keys, name = int(number(row["n_kv_heads"]) or heads), row["model"].lower()
     inner = inner or 4 * hidden
     total = number(row["params_total"]) or 0
@@ -135,7 +145,12 @@ def shape_of_row(row: dict[str, str]) -> ModelShape:
 def adapters_of_row(row: dict[str, str], shape: ModelShape) -> tuple[int, int]:
     """(adapter parameters, input features of a block's adapted layers): rank x (inputs + outputs) of the named layers."""
     rank, targets = int(number(row["lora_rank"]) or 0), row["lora_targets"].lower()
-    hidden, wide, narrow, inner = shape.hidden_size, shape.attention_width, shape.key_value_width, shape.intermediate_size
+    hidden, wide, narrow, inner = (
+        shape.hidden_size,
+        shape.attention_width,
+        shape.key_value_width,
+        shape.intermediate_size,
+    )
     sizes = {"q": (hidden, wide), "k": (hidden, narrow), "v": (hidden, narrow), "o": (wide, hidden)}
     sizes |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
     if shape.mlp_copies != 4:
@@ -169,12 +184,11 @@ def practice_of_row(row: dict[str, str], shape: ModelShape, tokens: int, inputs:
         weight = frozen = gradient = states = 0
     plain = not any(word in optimizer for word in ("fused)", "fused,", "8bit", "paged", "step in backward", "cpu"))
     passing = compute * 2 * (shape.intermediate_size + shape.hidden_size)
-    reduced = {"fp32": 4}.get(row["reduce_dtype"].strip("?"), compute) + compute
+    reduced = {"fp32": 4}.get(row["reduce_dtype"].strip("?"), compute)
     return Practice(
         weight=weight + master, gradient=gradient, states=states, frozen=frozen + whole * compute * int(number(row["fsdp_degree"]) or 1),
         gathered=compute if is_sharded else 0, reduced=reduced if is_sharded else 0,
         temporary=weight if plain and not offloads else 0, logit=logit_bytes(row), positions=positions_of_row(row, tokens),
-        gathers_all=any(word in sharding + row["reshard_after_forward"] for word in ("GRAD_OP", "ZeRO-2")),
         gradients_wait=(number(row["grad_accum"]) or 1) > 1, kept=compute, extra=extra_bytes(row, shape, inputs), mask=False, passing=passing,
         selected=selected_bytes(row, shape),
     )  # fmt: skip
@@ -233,9 +247,12 @@ def case_of_row(row: dict[str, str]) -> Case:
     recompute = {"full": True, "none": False}.get(re.split(r"[? ]", kept)[0], shape.num_layers // 2)
     if kept.startswith("selective (per-op"):
         recompute = True
-    degree = int(number(row["fsdp_degree"]) or number(row["n_gpus"]) or 1)
+    devices = int(number(row["n_gpus"]) or 1)
+    degree = int(number(row["fsdp_degree"]) or devices)
+    stays = any(word in row["sharding"] + row["reshard_after_forward"] for word in ("GRAD_OP", "ZeRO-2"))
     job = Job(
-        method="full" if is_full else "lora", optimizer="adamw", num_ranks=degree, precision="bf16",
+        method="full" if is_full else "lora", optimizer="adamw", num_ranks=devices, replicas=devices // degree,
+        gathers_all=stays, precision="bf16",
         micro_tokens=tokens, longest=numbers[0], recompute=recompute,
         accumulates=is_full and accumulation > 1 and row["framework"].lower().startswith(NO_SYNC),
         adapters=adapters, adapted_inputs=0, on_cpu=False,
@@ -261,7 +278,9 @@ def run_of_row(
     longest, mean, batch, accumulation = sizes
     tokens = (mean * PADDING if mean < longest else longest) * batch
     trainer, attention, kept = row["framework"].lower(), row["attention"].lower(), row["act_ckpt"]
-    fused = "foak" in row["notes"] or trainer.startswith(("llm-foundry", "nemo"))  # own kernels for norms, rotation, loss
+    fused = "foak" in row["notes"] or trainer.startswith(
+        ("llm-foundry", "nemo")
+    )  # own kernels for norms, rotation, loss
     kernels = "compiled" if row["torch_compile"].startswith("yes") else "fused" if fused else "plain"
     flash = "flash1" if "triton/cuda" in attention else "flash2"
     if re.search(r"attention.?3|fa3|cudnn", attention):
@@ -269,15 +288,17 @@ def run_of_row(
     # peft's and fsdp_qlora's wrap policy makes every adapter matrix a unit of its own under FSDP1
     layers = {"q,k,v,o": 4, "q,v": 2}.get(row["lora_targets"].split(" ")[0], 6)
     units = 1 + 2 * layers * ("FSDP1" in row["sharding"] and job.method == "lora")
-    trained, host, optimizer = shape.parameters / job.num_ranks, 0.0, row["optimizer"].lower()
+    trained, host, optimizer = shape.parameters * job.replicas / job.num_ranks, 0.0, row["optimizer"].lower()
     if "paged" in optimizer:  # states go through host memory and back
         host = 2 * trained * (2 if "8bit" in optimizer else 8) / PCIE
-    elif row["cpu_offload"].startswith("yes"):  # weights come up twice a micro-batch; the CPU's optimizer reads and writes
+    elif row["cpu_offload"].startswith(
+        "yes"
+    ):  # weights come up twice a micro-batch; the CPU's optimizer reads and writes
         host = 2 * does_gather(job, shape) / PCIE * accumulation
         host += trained * 14 / HOST_MEMORY if job.method == "full" else 0.0
     return Run(
         length=mean, tokens=tokens, head_tokens=tokens, accumulation=accumulation,
-        devices=int(number(row["n_gpus"]) or 1), nodes=int(number(row["n_nodes"]) or 1),
+        nodes=int(number(row["n_nodes"]) or 1),
         link_bytes_per_second=SLOW_LANES if "slow lanes" in row["interconnect"] else None,
         node_bytes_per_second=node_of_row(row), kernels=kernels, attention=flash,
         again=0.5 if kept.startswith("selective (per-op") else None,  # every second product; never attention

@@ -4,7 +4,7 @@ import difflib
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ class Accelerator:
 
     matched: tuple[str, ...]
     usable_bytes: int
-    flops: dict[str, float]  # per second, dense, by precision; without those that the device lacks
+    flops: dict[str, float] = field(hash=False)  # per second, dense, by precision; without those that the device lacks
     reachable: float  # largest matmul rate seen in practice, as a share of the peak
     memory_bytes_per_second: float
     link_bytes_per_second: float  # to the devices of the same node, one way
@@ -44,7 +44,9 @@ def _read(words: str, facts: dict) -> Accelerator:
     scales = {"usable": GIB, "memory": 1e12, "link": 1e9, "node": 1e9}
     usable, memory, link, node = (facts[name] * scale for name, scale in scales.items())
     flops = {name: facts[name] * 1e12 for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if name in facts}
-    return Accelerator(tuple(words.split()), int(usable), flops, facts["reachable"], memory, link, node, facts["family"])
+    return Accelerator(
+        tuple(words.split()), int(usable), flops, facts["reachable"], memory, link, node, facts["family"]
+    )
 
 
 FACTS = Path(__file__).with_name("accelerators.yaml")
@@ -63,7 +65,9 @@ def parse_devices(text: str) -> tuple[int, Accelerator]:
     if not match:
         raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")
     count, name, size = match.groups()
-    name = re.sub(r"-(sxm\d?|hbm\d\w?|d$)", lambda found: "d" * (found[1] == "d"), name)  # SXM is what a plain name means
+    name = re.sub(
+        r"-(sxm\d?|hbm\d\w?|d$)", lambda found: "d" * (found[1] == "d"), name
+    )  # SXM is what a plain name means
     cards = {card.name: card for card in ACCELERATORS}
     card = cards.get(f"{name}-{size}gb") or cards.get(name)
     if card is None:

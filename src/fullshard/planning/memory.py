@@ -34,6 +34,8 @@ class Job:
     adapted_inputs: int  # input features of a block's layers under DoRA, else 0
     on_cpu: bool
     vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
+    gathers_all: bool = False  # blocks stay gathered from forward to backward or longer
+    replicas: int = 1  # groups of ranks that each hold everything (HSDP)
 
     @property
     def compute_bytes(self) -> int:
@@ -58,7 +60,6 @@ class Practice:
     temporary: int = 4  # the step's, of a trained weight: 0 with a fused optimizer
     logit: float = LOGIT_BYTES
     positions: int | None = None  # logits at once; 0: all
-    gathers_all: bool = False  # every unit stays gathered until its backward is over (ZeRO-2)
     gradients_wait: bool = True  # from one step's first micro-batch to its end; else they grow as backward proceeds
     kept: int = 4  # of the whole gradients that wait where micro-batches are not reduced
     extra: int = 0  # bytes a token and block that kernels keep beside, or less than, the formula of the module
@@ -110,7 +111,7 @@ def gathered_parameters(shape: ModelShape) -> int:
 
 def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) -> list[Line]:
     """A rank's memory in training, by cause. Zero causes are left out. ``practice``: of another trainer."""
-    size, ranks, adapters, vocabulary = shape.parameters, job.num_ranks, job.adapters, job.vocabulary
+    size, ranks, adapters, vocabulary = shape.parameters, job.num_ranks // job.replicas, job.adapters, job.vocabulary
     does = practice or own_practice(job)
     is_full, name = job.method == "full", "fp32" if does.weight >= 4 else "bf16"
 
@@ -134,7 +135,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
             Line("adapters", each * adapters, f"{held} x {adapters:,}, on every rank", "always"),
             shared("vocabulary", each, vocabulary, held),
         ]
-    gathered = size if does.gathers_all else gathered_parameters(shape)
+    gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
     lines += [

@@ -36,6 +36,7 @@ class Machine:
     rates: Rates
     link_bytes_per_second: float | None
     card: Accelerator | None = None  # of --devices: not this machine
+    known: Accelerator | None = None  # this machine's, where its facts are known
 
     def usable_bytes(self, num_ranks: int) -> int:
         """Memory for one rank; the ranks of a CPU machine and their launcher share the host's."""
@@ -115,7 +116,7 @@ def read_machine() -> Machine:
     if kind == "cpu":
         return Machine(kind, host.available_bytes, rates, None)
     known = find_accelerator(device_name())
-    return Machine(kind, min(device_memory()), rates, known.link_bytes_per_second if known else 31e9)
+    return Machine(kind, min(device_memory()), rates, known.link_bytes_per_second if known else 31e9, known=known)
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -244,7 +245,8 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
     machine, volume, job = facts.machine, facts.volume, choice.job
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
-    low, high = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second)
+    known = machine.card or machine.known
+    seconds = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second, known)
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
@@ -255,7 +257,8 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
         is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
         num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
-        seconds_low=low, seconds_high=high, notes=tuple(_notes(config, facts, choice)),
+        seconds_low=seconds.low, seconds_high=seconds.high, checked_rows=seconds.checked_rows,
+        tokens_per_second=(tokens / seconds.step_high, tokens / seconds.step_low), notes=tuple(_notes(config, facts, choice)),
         card=machine.card.name if machine.card else "",
     )  # fmt: skip
 

@@ -41,16 +41,13 @@ class Accelerator:
 
 
 def _read(words: str, facts: dict) -> Accelerator:
-    scales = {"usable": GIB, "memory": 1e12, "link": 1e9, "node": 1e9}
-    usable, memory, link, node = (facts[name] * scale for name, scale in scales.items())
     flops = {name: facts[name] * 1e12 for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if name in facts}
-    return Accelerator(
-        tuple(words.split()), int(usable), flops, facts["reachable"], memory, link, node, facts["family"]
-    )
+    usable, memory, link, node = int(facts["usable"] * GIB), *(facts[name] * 1e9 for name in ("memory", "link", "node"))
+    return Accelerator(tuple(words.split()), usable, flops, facts["reachable"], memory, link, node, facts["family"])
 
 
-FACTS = Path(__file__).with_name("accelerators.yaml")
-ACCELERATORS = tuple(_read(*entry) for entry in yaml.safe_load(FACTS.read_text(encoding="utf-8")).items())
+FACTS = yaml.safe_load(Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8"))
+ACCELERATORS = tuple(_read(*entry) for entry in FACTS.items())
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
@@ -60,7 +57,7 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 
 
 def parse_devices(text: str) -> tuple[int, Accelerator]:
-    """``4x4090``, ``8xh100-sxm-80g``, ``8x910b3-64g`` -> (count, card). PlanError with the nearest names where unknown."""
+    """``4x4090``, ``8xh100-sxm-80g``, ``8x910b3-64g`` -> (count, card). PlanError with nearest names if unknown."""
     match = re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())
     if not match:
         raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")

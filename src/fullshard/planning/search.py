@@ -16,7 +16,7 @@ from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds
+from fullshard.planning.speed import Rates, StepWork, efficiency, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.train.precision import precision_of
 
@@ -245,8 +245,8 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
     machine, volume, job = facts.machine, facts.volume, choice.job
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
-    known = machine.card or machine.known
-    seconds = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second, known)
+    card = machine.card or machine.known
+    low, high, quick, slow = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card)
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
@@ -257,9 +257,9 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
         is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
         num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
-        seconds_low=seconds.low, seconds_high=seconds.high, checked_rows=seconds.checked_rows,
-        tokens_per_second=(tokens / seconds.step_high, tokens / seconds.step_low), notes=tuple(_notes(config, facts, choice)),
-        card=machine.card.name if machine.card else "",
+        seconds_low=low, seconds_high=high, tokens_per_second=(tokens / slow, tokens / quick),
+        checked_rows=efficiency()["devices"]["checked"].get(card.name, 0) if card else 0,
+        notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
     )  # fmt: skip
 
 

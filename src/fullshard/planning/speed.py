@@ -15,13 +15,6 @@ from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
-START_SECONDS = (6.0, 15.0)  # imports, ranks, loading the weights of a small model, the trial step
-DISK_BYTES_PER_SECOND = (0.2e9, 1.5e9)
-# gloo on loopback (engine.md 1.3: gather 0.7 - 1.2, reduce 0.5 - 0.75 GB/s of all that two ranks send and receive together)
-GLOO_BYTES_PER_SECOND = 0.45e9
-CPU_OPTIMIZER_BYTES_PER_SECOND = 5e9
-FLOPS_PER_BYTE = 200  # of an accelerator without facts: an A100 has 153, an H100 295
-
 
 @dataclass(frozen=True)
 class Rates:
@@ -55,12 +48,10 @@ class Run:
     accumulation: float = 1.0  # micro-batches a step
     nodes: int = 1
     link_bytes_per_second: float | None = None  # inside a node; None: the card's
-    node_bytes_per_second: float | None = None  # one device's to other nodes; None: as such machines are usually built
+    node_bytes_per_second: float | None = None  # one device's to other nodes; None: the card's
     kernels: str = "plain"  # plain | fused | compiled: elementwise kernels, by efficiency.yaml
     attention: str = "flash2"  # flash1 | flash2 | flash3
-    again: float | None = (
-        None  # share of all blocks' products that recomputation repeats; None: of the recomputed blocks
-    )
+    again: float | None = None  # share of all products that recomputation repeats; None: those of recomputed blocks
     adapted: int = 0  # input and output features of a block's adapted layers
     units: int = 1  # sharding units of a block
     host_seconds: float = 0.0  # of a step: states or gradients that pass through host memory
@@ -84,29 +75,27 @@ def micro_batch_seconds(
     again, passes = blocks if run.again is None else run.again, 3 if is_full else 2
     products = 2 * run.tokens * shape.active_block_matrices * (passes + again)
     products += 2 * run.head_tokens * shape.head_matrix * passes
-    scores = (
-        2 * run.tokens * run.length * shape.attention_width * layers * (3.5 + blocks * (run.again is None))
-    )  # causal
+    repeats = 3.5 + blocks * (run.again is None)  # of a forward: backward has 2.5 times its work; selective keeps it
+    scores = 2 * run.tokens * run.length * shape.attention_width * layers * repeats  # causal: half of all pairs
     wide = shape.hidden_size / (shape.hidden_size + shares["width"])  # narrow matrices fill a card worse
     scores /= shares["small_heads"] if shape.attention_width <= 64 * shape.num_heads else 1
     moved = block_bytes_per_token(shape, job.compute_bytes, 0) * shares["kernels"][run.kernels]
     moved = run.tokens * layers * (3 + blocks) * (moved + 2 * run.adapted * shares["kernels"]["adapter"])
-    latency = (
-        shares["unit"] + shares["hop"] * job.num_ranks
-    )  # of one collective: its launch, and a ring through all ranks
-    trained = shape.parameters * job.replicas / job.num_ranks if is_full else job.adapters
+    cut = job.num_ranks // job.replicas
+    latency = shares["unit"] + shares["hop"] * job.num_ranks if cut > 1 else 0.0  # its launch; a ring through all ranks
+    trained = shape.parameters / cut if is_full else job.adapters
     touched = trained * (2 * (does.weight + does.states) + 3 * does.gradient) * shares["optimizer"]
     logits = run.head_tokens * shape.vocab_size * does.logit * shares["kernels"]["logits"]
     seconds = {
         "matrices": products / (peak * card.reachable * family["matrices"] * wide),
         "attention": scores / (peak * card.reachable * family[run.attention]),
         "elementwise": (moved + logits) / memory,
-        "launches": layers * (shares["block"] + 3 * run.units * latency * (job.num_ranks > job.replicas)),
-        "optimizer": touched / memory / run.accumulation + run.host_seconds / run.accumulation,
-        "wire": _wire(shape, job, card, run, does, shares),
+        "launches": layers * (shares["block"] + 3 * run.units * latency),
+        "optimizer": (touched / memory + run.host_seconds) / run.accumulation,
     }
-    busy = sum(seconds.values()) - seconds["wire"] - seconds["optimizer"]
-    return seconds | {"total": sum(seconds.values()) - shares["overlap"] * min(busy, seconds["wire"])}
+    wire = _wire(shape, job, card, run, does, shares)
+    hidden = shares["overlap"] * min(wire, sum(seconds.values()) - seconds["optimizer"])
+    return seconds | {"wire": wire, "total": sum(seconds.values()) + wire - hidden}
 
 
 def _wire(shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice, shares: Any) -> float:
@@ -141,42 +130,29 @@ def timed_product(dtype: torch.dtype, kind: str) -> float:
     return 2 * rows * inner * columns / min(timer.blocked_autorange(min_run_time=0.05).times)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Seconds of a run and of one step, low and high, and the published rows of this card that the model was checked on."""
-
-    low: float
-    high: float
-    step_low: float
-    step_high: float
-    checked_rows: int = 0
-
-
 def run_seconds(
     shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None
-) -> Forecast:
-    """Start, steps, evaluation and the final save. ``rates`` and ``link`` (bytes/s; None: gloo) where no card is known."""
-    trained = shape.parameters if job.method == "full" else job.adapters
-    moved = 4 * shape.parameters + 12 * trained  # read the base, write the last checkpoint
+) -> tuple[float, float, float, float]:
+    """Seconds of the run, low and high, and of a step. ``rates``, ``link`` (None: gloo) count if no card is known."""
     shares, each = efficiency(), work.num_micro_batches / work.num_steps
     tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
     nodes = 1 if job.on_cpu else -(-job.num_ranks // 8)  # as machines are sold
-    run = Run(work.mean_length, tokens, head, each, nodes=nodes)
+    run = Run(work.mean_length, tokens, head, each, nodes)
     step = each * micro_batch_seconds(shape, job, card or _measured(rates, job, link), run)["total"]
     slow, fast = shares["cpu"]["error"] if job.on_cpu else shares["devices"]["error"] if card else shares["unknown"]
     count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
-    fixed = [START_SECONDS[end] + moved / DISK_BYTES_PER_SECOND[1 - end] for end in (0, 1)]
-    checked = shares["devices"]["checked"].get(card.name, 0) if card else 0
-    return Forecast(fixed[0] + count * step / fast, fixed[1] + count * step / slow, step / fast, step / slow, checked)
+    moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
+    low, high = (start + moved / disk for start, disk in shares["fixed"])
+    return low + count * step / fast, high + count * step / slow, step / fast, step / slow
 
 
 def _measured(rates: Rates, job: Job, link: float | None) -> Accelerator:
     """What is timed on this machine in the place of facts; the ranks of a CPU machine share its cores."""
-    share = rates.cores / job.num_ranks if job.on_cpu else 1.0  # also where ranks share a core
+    share, here = rates.cores / job.num_ranks if job.on_cpu else 1.0, efficiency()["here"]
     half = (rates.bf16 or rates.fp16) * share
     flops = {"fp32": rates.fp32 * share, "tf32": half / 2, "bf16": half, "fp16": half}  # tf32: as data sheets have it
     memory, link = (
-        (CPU_OPTIMIZER_BYTES_PER_SECOND if job.on_cpu else half / FLOPS_PER_BYTE),
-        link or GLOO_BYTES_PER_SECOND,
+        here["cpu_memory"] if job.on_cpu else max(flops.values()) / here["flops_per_byte"],
+        link or here["gloo"],
     )
     return Accelerator((), 0, flops, 1.0, memory, link, link, "measured")

@@ -1,11 +1,11 @@
 """Score the planner on published runs: memory, speed and what does not fit, every row predicted beside published.
 
-    python benchmarks/published.py [ROWS.csv]          # scores, benchmarks/results/published_DATE.json, docs/planning.md
+    python benchmarks/published.py [ROWS.csv]          # scores, results/published_DATE.json, docs/planning.md
     python benchmarks/published.py [ROWS.csv] --fit    # first fit src/fullshard/planning/efficiency.yaml to the rows
 
-Errors are taken per group (one published table) first, then averaged over the groups. `--fit` changes only the shares of
-efficiency.yaml: one number per family of cards, kernel or kind of transfer, none per row. Held out: every group is predicted
-once with shares that were fitted without it.
+Errors are taken per group (one published table) first, then averaged over the groups. `--fit` changes only the shares
+of efficiency.yaml: one number per family of cards, kernel or kind of transfer, none per row. Held out: every group is
+predicted once with shares that were fitted without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import yaml
 from published_rows import ROOT, ROWS, Case, case_of_row, number, out_of_scope, read_rows
 
 from fullshard.planning.hardware import GIB
-from fullshard.planning.memory import DEVICE_CONTEXT_BYTES, RESERVED_BAND, memory_lines, train_peak
+from fullshard.planning.memory import RESERVED_BAND, memory_lines, train_peak
 from fullshard.planning.speed import efficiency, micro_batch_seconds
 
 EFFICIENCY = ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml"
@@ -44,7 +44,8 @@ START = {  # where the fit starts: what is usual in kernels' own benchmarks; a s
         "ascend": {"matrices": 0.95, "flash1": 0.45, "flash2": 0.65, "flash3": 0.65},
     },
     "kernels": {"plain": 2.5, "fused": 2.0, "compiled": 1.5, "adapter": 1.5, "logits": 3.0},
-    "width": 300.0, "small_heads": 0.85, "optimizer": 2.0, "block": 1e-4, "unit": 3e-4, "hop": 2e-6, "overlap": 0.75, "link": 0.6, "bus": 0.4, "node": 0.6,
+    "width": 300.0, "small_heads": 0.85, "optimizer": 2.0, "block": 1e-4, "unit": 3e-4, "hop": 2e-6,
+    "overlap": 0.75, "link": 0.6, "bus": 0.4, "node": 0.6,
 }  # fmt: skip
 HIGHEST = {
     "overlap": 1.0,
@@ -137,8 +138,8 @@ def with_shares(keys: list[tuple[str, ...]], logarithms: np.ndarray) -> dict[str
 
 
 def fit(cases: Sequence[Case], pull: float = 0.15, rounds: int = 12) -> dict[str, Any]:
-    """Shares by damped least squares on log(predicted / published); a group weighs as one, and large misses count less than
-    their square. ``pull``: how hard a share that no row decides is held at START."""
+    """Shares by damped least squares on log(predicted / published); a group weighs as one, large misses count less
+    than their square. ``pull``: how hard a share that no row decides is held at START."""
     counts: dict[str, int] = {}
     for case in cases:
         counts[case.row["group"]] = counts.get(case.row["group"], 0) + 1

@@ -20,7 +20,10 @@ CARDS = {  # words in the file's "gpu" column: the name that --devices takes; mo
     "h100.*96gb": "h100-96g", "h100.*pcie": "h100-pcie", "h100.*nvl": "h100-nvl", "gb300": "gb300", "gb200": "gb200",
     "a100.*40gb": "a100-40g", "a100.*pcie": "a100-pcie", "4090 ?d": "4090d", "a800.*pcie": "a800-pcie", "910c": "910c",
 }  # fmt: skip
-PLAIN_CARDS = "b200 h200 h20 h800 h100 a100 a800 l40s l20 l4 a6000 5090 4090 3090 a10g v100 t4 mi300x 910b1 910b2 910b3 910b4 910a"
+PLAIN_CARDS = (
+    "b200 h200 h20 h800 h100 a100 a800 l40s l20 l4 a6000 5090 4090 3090 a10g v100 t4 mi300x "
+    "910b1 910b2 910b3 910b4 910a"
+)
 PADDING = 1.5  # four rows of random length as long as the longest, over their mean (lengths spread by half their mean)
 HOST_MEMORY = (
     12e9  # bytes per second of one of 8 ranks whose optimizer runs on the CPU: a share of about 100 - 200 GB/s
@@ -143,7 +146,7 @@ def shape_of_row(row: dict[str, str]) -> ModelShape:
 
 
 def adapters_of_row(row: dict[str, str], shape: ModelShape) -> tuple[int, int]:
-    """(adapter parameters, input features of a block's adapted layers): rank x (inputs + outputs) of the named layers."""
+    """(adapter parameters, input features of a block's adapted layers): rank x (inputs + outputs) of each."""
     rank, targets = int(number(row["lora_rank"]) or 0), row["lora_targets"].lower()
     hidden, wide, narrow, inner = (
         shape.hidden_size,
@@ -186,10 +189,13 @@ def practice_of_row(row: dict[str, str], shape: ModelShape, tokens: int, inputs:
     passing = compute * 2 * (shape.intermediate_size + shape.hidden_size)
     reduced = {"fp32": 4}.get(row["reduce_dtype"].strip("?"), compute)
     return Practice(
-        weight=weight + master, gradient=gradient, states=states, frozen=frozen + whole * compute * int(number(row["fsdp_degree"]) or 1),
+        weight=weight + master, gradient=gradient, states=states, 
+        frozen=frozen + whole * compute * int(number(row["fsdp_degree"]) or 1),
         gathered=compute if is_sharded else 0, reduced=reduced if is_sharded else 0,
-        temporary=weight if plain and not offloads else 0, logit=logit_bytes(row), positions=positions_of_row(row, tokens),
-        gradients_wait=(number(row["grad_accum"]) or 1) > 1, kept=compute, extra=extra_bytes(row, shape, inputs), mask=False, passing=passing,
+        temporary=weight if plain and not offloads else 0, logit=logit_bytes(row),
+        positions=positions_of_row(row, tokens),
+        gradients_wait=(number(row["grad_accum"]) or 1) > 1, kept=compute, extra=extra_bytes(row, shape, inputs),
+        mask=False, passing=passing,
         selected=selected_bytes(row, shape),
     )  # fmt: skip
 
@@ -218,7 +224,7 @@ def logit_bytes(row: dict[str, str]) -> float:
 
 
 def extra_bytes(row: dict[str, str], shape: ModelShape, inputs: int) -> int:
-    """LoRA: dropout's copies of the adapted inputs; a gated MLP's product is kept only where the next layer is adapted."""
+    """LoRA: dropout's copies of adapted inputs; a gated MLP's product is kept only where the next layer is adapted."""
     if not inputs:
         return 0
     targets = row["lora_targets"].lower()
@@ -274,7 +280,7 @@ def card_of_row(row: dict[str, str]) -> Accelerator | None:
 def run_of_row(
     row: dict[str, str], shape: ModelShape, job: Job, does: Practice, sizes: tuple[int, int, int, int], features: int
 ) -> Run:
-    """What decides the row's speed. ``sizes``: longest and mean tokens of a row, rows of a micro-batch, accumulation."""
+    """What decides the row's speed. ``sizes``: longest, mean tokens, rows of a micro-batch, accumulation."""
     longest, mean, batch, accumulation = sizes
     tokens = (mean * PADDING if mean < longest else longest) * batch
     trainer, attention, kept = row["framework"].lower(), row["attention"].lower(), row["act_ckpt"]

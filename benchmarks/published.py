@@ -26,9 +26,9 @@ from published_rows import ROOT, ROWS, Case, case_of_row, number, out_of_scope, 
 
 from fullshard.planning.hardware import GIB
 from fullshard.planning.memory import RESERVED_BAND, memory_lines, train_peak
-from fullshard.planning.speed import efficiency, micro_batch_seconds
+from fullshard.planning.speed import EFFICIENCY, micro_batch_seconds
 
-EFFICIENCY = ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml"
+SHARES_FILE = ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml"
 USABLE_SHARE = 0.95  # as planning/search.py
 START = {  # where the fit starts: what is usual in kernels' own benchmarks; a share moves away only as rows ask for it
     "families": {
@@ -75,6 +75,7 @@ def predicted_memory(case: Case) -> tuple[float, float]:
 def predicted_speed(case: Case, shares: dict[str, Any] | None = None) -> float:
     """Tokens per second of one device."""
     seconds = micro_batch_seconds(case.shape, case.job, case.card, case.run, case.practice, shares)["total"]
+    seconds += case.host_seconds
     padding = case.run.tokens / (case.run.length * number(case.row["micro_batch"]))
     return case.run.tokens / seconds / padding
 
@@ -193,7 +194,7 @@ def fit_file(cases: Sequence[Case], held_out: dict[str, float]) -> str:
         checked[case.card.name] = checked.get(case.card.name, 0) + 1
     shares["error"] = [percentile(ratios, 0.1), percentile(ratios, 0.9)]
     rounded = json.loads(json.dumps(shares), parse_float=lambda text: float(f"{float(text):.3g}"))
-    head = EFFICIENCY.read_text(encoding="utf-8").split("devices:\n")[0]
+    head = SHARES_FILE.read_text(encoding="utf-8").split("devices:\n")[0]
     devices = {"devices": {**rounded, "checked": dict(sorted(checked.items()))}}
     return head + yaml.safe_dump(devices, sort_keys=False, default_flow_style=None, width=118)
 
@@ -288,8 +289,8 @@ def main() -> None:
     cases = [case for case in cases if case.card and case.published_speed]
     held_out = {} if asked.scores_only else predict_held_out(cases)
     if asked.fit:
-        EFFICIENCY.write_text(fit_file(cases, held_out), encoding="utf-8")
-        efficiency.cache_clear()
+        SHARES_FILE.write_text(fit_file(cases, held_out), encoding="utf-8")
+        EFFICIENCY.update(yaml.safe_load(SHARES_FILE.read_text(encoding="utf-8")))
     judged = [judge(row, held_out) for row in scope]
     figures, others = score(judged), score(other_rows(rows))
     print(json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict)}, indent=1))

@@ -6,6 +6,7 @@ What is typed here are facts of trainers and model families, each with its reaso
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import re
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Case:
     practice: Practice
     run: Run
     card: Accelerator | None  # None: the row names no card
+    host_seconds: float  # of a micro-batch: states or weights that pass through host memory
 
     @property
     def published_memory(self) -> float | None:
@@ -266,7 +268,8 @@ def case_of_row(row: dict[str, str]) -> Case:
     practice = practice_of_row(row, shape, tokens, inputs)
     features = adapters // (shape.num_layers * int(number(row["lora_rank"]) or 1))
     run = run_of_row(row, shape, job, practice, (numbers[0], mean, batch, accumulation), features)
-    return Case(row, shape, job, practice, run, card_of_row(row))
+    host = host_seconds_of_row(row, shape, job) / accumulation
+    return Case(row, shape, job, practice, run, card_of_row(row), host)
 
 
 def card_of_row(row: dict[str, str]) -> Accelerator | None:
@@ -274,7 +277,12 @@ def card_of_row(row: dict[str, str]) -> Accelerator | None:
     text = row["gpu"].lower().replace("(sxm/pcie not stated)", "")
     names = [name for words, name in CARDS.items() if re.search(words, text)]
     names += [name for name in PLAIN_CARDS.split() if name in text and "/" not in text.split(" (")[0]]
-    return parse_devices(f"1x{names[0]}")[1] if names else None
+    if not names:
+        return None
+    card, node = parse_devices(f"1x{names[0]}")[1], node_of_row(row)
+    link = SLOW_LANES if "slow lanes" in row["interconnect"] else card.link_bytes_per_second
+    node = card.node_bytes_per_second if node is None else node
+    return dataclasses.replace(card, link_bytes_per_second=link, node_bytes_per_second=node)
 
 
 def run_of_row(
@@ -294,22 +302,26 @@ def run_of_row(
     # peft's and fsdp_qlora's wrap policy makes every adapter matrix a unit of its own under FSDP1
     layers = {"q,k,v,o": 4, "q,v": 2}.get(row["lora_targets"].split(" ")[0], 6)
     units = 1 + 2 * layers * ("FSDP1" in row["sharding"] and job.method == "lora")
+    return Run(
+        length=mean, tokens=tokens, head_tokens=tokens, accumulation=accumulation,
+        nodes=int(number(row["n_nodes"]) or 1),
+        kernels=kernels, attention=flash,
+        again=0.5 if kept.startswith("selective (per-op") else None,  # every second product; never attention
+        adapted=features, units=units,
+    )  # fmt: skip
+
+
+def host_seconds_of_row(row: dict[str, str], shape: ModelShape, job: Job) -> float:
+    """Seconds of a step in which states, weights or gradients pass through host memory."""
     trained, host, optimizer = shape.parameters * job.replicas / job.num_ranks, 0.0, row["optimizer"].lower()
     if "paged" in optimizer:  # states go through host memory and back
         host = 2 * trained * (2 if "8bit" in optimizer else 8) / PCIE
     elif row["cpu_offload"].startswith(
         "yes"
     ):  # weights come up twice a micro-batch; the CPU's optimizer reads and writes
-        host = 2 * does_gather(job, shape) / PCIE * accumulation
+        host = 2 * does_gather(job, shape) / PCIE * (number(row["grad_accum"]) or 1)
         host += trained * 14 / HOST_MEMORY if job.method == "full" else 0.0
-    return Run(
-        length=mean, tokens=tokens, head_tokens=tokens, accumulation=accumulation,
-        nodes=int(number(row["n_nodes"]) or 1),
-        link_bytes_per_second=SLOW_LANES if "slow lanes" in row["interconnect"] else None,
-        node_bytes_per_second=node_of_row(row), kernels=kernels, attention=flash,
-        again=0.5 if kept.startswith("selective (per-op") else None,  # every second product; never attention
-        adapted=features, units=units, host_seconds=host,
-    )  # fmt: skip
+    return host
 
 
 def does_gather(job: Job, shape: ModelShape) -> float:

@@ -62,9 +62,7 @@ def parse_devices(text: str) -> tuple[int, Accelerator]:
     if not match:
         raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")
     count, name, size = match.groups()
-    name = re.sub(
-        r"-(sxm\d?|hbm\d\w?|d$)", lambda found: "d" * (found[1] == "d"), name
-    )  # SXM is what a plain name means
+    name = re.sub(r"-(?:sxm\d?|hbm\d\w?|(d$))", r"\1", name)  # SXM is what a plain name means
     cards = {card.name: card for card in ACCELERATORS}
     card = cards.get(f"{name}-{size}gb") or cards.get(name)
     if card is None:

@@ -16,6 +16,14 @@ SLACK = 0.05  # of the transients: what the allocator holds beyond what is in us
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
 RESERVED_BAND = (0.95, 1.36)  # the allocator's reserved peak over its allocated one, in 80 % of published runs
 LOAD_SPARE_BYTES = 100_000_000
+MOMENTS = (
+    "always",
+    "backward",
+    "late",
+    "head",
+    "block",
+    "step",
+)  # backward: all of it; late: its end; head and block: parts
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def own_practice(job: Job) -> Practice:
 
 @dataclass(frozen=True)
 class Line:
-    """A cause of memory; ``when``: always | backward (all of it) | head | block | late (never together) | step."""
+    """A cause of memory; ``when``: one of MOMENTS."""
 
     cause: str
     bytes: int
@@ -88,13 +96,9 @@ class Line:
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
     """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: DoRA only."""
     features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
-    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
-    if not shape.fused_norms:
-        total += 4 * shape.norm_width
-    total += 16 * adapted_inputs
-    if shape.eager_attention:
-        total += 12 * shape.num_heads * longest
-    return total
+    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size) + 16 * adapted_inputs
+    total += 0 if shape.fused_norms else 4 * shape.norm_width
+    return total + (12 * shape.num_heads * longest if shape.eager_attention else 0)
 
 
 def largest_unit(shape: ModelShape) -> int:
@@ -118,23 +122,17 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     def shared(cause: str, each: int, count: int, factor: str = "", when: str = "always") -> Line:
         return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
-    if job.on_cpu:
-        lines = [Line("libraries", CPU_PROCESS_BYTES, "fixed", "always")]
-    else:
-        lines = [Line("device context", DEVICE_CONTEXT_BYTES, "fixed", "always")]
+    process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
+    lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
-        lines += [shared(f"{name} masters", does.weight, size)]
-        late = "always" if does.gradients_wait else "late"
-        lines += [shared(f"{name} gradients", does.gradient, size, when=late)]
-        lines += [shared("optimizer state", does.states, size)]
+        lines.append(shared(f"{name} masters", does.weight, size))
+        lines.append(shared(f"{name} gradients", does.gradient, size, when=late))
+        lines.append(shared("optimizer state", does.states, size))
     else:
-        each = does.weight + does.gradient + does.states
-        held = f"({does.weight} + {does.gradient} + {does.states})"
-        lines += [
-            shared("frozen base", does.frozen, size),
-            Line("adapters", each * adapters, f"{held} x {adapters:,}, on every rank", "always"),
-            shared("vocabulary", each, vocabulary, held),
-        ]
+        each, held = does.weight + does.gradient + does.states, f"({does.weight} + {does.gradient} + {does.states})"
+        lines.append(shared("frozen base", does.frozen, size))
+        lines.append(Line("adapters", each * adapters, f"{held} x {adapters:,}, on every rank", "always"))
+        lines.append(shared("vocabulary", each, vocabulary, held))
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
@@ -144,7 +142,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
         Line("gradient reduction", does.reduced * unit, f"{does.reduced} x {unit:,}", "backward"),
         *_activation_lines(shape, job, does),
     ]
-    slack = int(SLACK * _backward_bytes(lines))
+    slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
     lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
     moved = _share(does.temporary * sharded, ranks) + does.temporary * adapters
     lines.append(Line("optimizer temporary", moved, f"{does.temporary} x trained parameters of this rank", "step"))
@@ -154,8 +152,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
 def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
     from fullshard.train.loss import CHUNK_LOGIT_BYTES
 
-    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
-    each += does.extra
+    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs) + does.extra
     tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
     again, inputs, lines = job.recomputed(layers), job.compute_bytes * shape.hidden_size + does.selected, []
     if again:
@@ -178,17 +175,15 @@ def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]
 
 def train_peak(lines: list[Line]) -> int:
     """The largest of backward's start (all activations), its end (all gradients, one block) and the step."""
-    late, unit = _bytes_at(lines, "late"), ("gathered weights", "gradient reduction")
-    end = late + _bytes_at(lines, "block") + sum(line.bytes for line in lines if line.cause in unit)
-    return _bytes_at(lines, "always") + max(_backward_bytes(lines), end, late + _bytes_at(lines, "step"))
+    always, whole, late, head, block, step = (_bytes_at(lines, when) for when in MOMENTS)
+    unit = sum(line.bytes for line in lines if line.cause in ("gathered weights", "gradient reduction"))
+    return always + max(whole + head, whole + block, late + unit + block, late + step)
 
 
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     """Peak bytes of one rank at each moment: load, train, eval, save and merge (merge runs in one process)."""
-    lines = memory_lines(shape, job)
-    always = _bytes_at(lines, "always")
-    baseline = lines[0].bytes
-    mode = precision_of(job.precision)
+    lines, mode = memory_lines(shape, job), precision_of(job.precision)
+    always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
     base = baseline + _share(stored * shape.parameters, job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
@@ -205,10 +200,6 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
 
 def _bytes_at(lines: list[Line], when: str) -> int:
     return sum(line.bytes for line in lines if line.when == when)
-
-
-def _backward_bytes(lines: list[Line]) -> int:
-    return _bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))
 
 
 def _share(count: int, ranks: int) -> int:

@@ -9,7 +9,6 @@ MOMENT_WORDS = {
     "backward": "in backward: ",
     "head": "in the head's backward: ",
     "block": "in a block's backward: ",
-    "late": "at the end of backward: ",
     "step": "in the optimizer's step: ",
 }
 

@@ -16,7 +16,7 @@ from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.speed import Rates, StepWork, efficiency, measure_rates, run_seconds
+from fullshard.planning.speed import EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.train.precision import precision_of
 
@@ -258,7 +258,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
         num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
         seconds_low=low, seconds_high=high, tokens_per_second=(tokens / slow, tokens / quick),
-        checked_rows=efficiency()["devices"]["checked"].get(card.name, 0) if card else 0,
+        checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card else 0,
         notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
+EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -47,27 +49,18 @@ class Run:
     head_tokens: float  # of those, with logits
     accumulation: float = 1.0  # micro-batches a step
     nodes: int = 1
-    link_bytes_per_second: float | None = None  # inside a node; None: the card's
-    node_bytes_per_second: float | None = None  # one device's to other nodes; None: the card's
     kernels: str = "plain"  # plain | fused | compiled: elementwise kernels, by efficiency.yaml
     attention: str = "flash2"  # flash1 | flash2 | flash3
     again: float | None = None  # share of all products that recomputation repeats; None: those of recomputed blocks
     adapted: int = 0  # input and output features of a block's adapted layers
     units: int = 1  # sharding units of a block
-    host_seconds: float = 0.0  # of a step: states or gradients that pass through host memory
-
-
-@functools.cache
-def efficiency() -> dict[str, Any]:
-    """The fitted shares; docs/planning.md says how they were found."""
-    return yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
 
 def micro_batch_seconds(
     shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice | None = None, shares: Any = None
 ) -> dict[str, float]:
     """Seconds of one micro-batch by kernel class, with its part of the step, and their ``total``, overlap taken off."""
-    shares = shares or efficiency()["cpu" if job.on_cpu else "devices"]
+    shares = shares or EFFICIENCY["cpu" if job.on_cpu else "devices"]
     does, layers = does or own_practice(job), shape.num_layers
     family, is_full, memory = shares["families"][card.family], job.method == "full", card.memory_bytes_per_second
     peak = card.flops.get(job.precision.split("_")[0], card.flops["fp16"])
@@ -91,7 +84,7 @@ def micro_batch_seconds(
         "attention": scores / (peak * card.reachable * family[run.attention]),
         "elementwise": (moved + logits) / memory,
         "launches": layers * (shares["block"] + 3 * run.units * latency),
-        "optimizer": (touched / memory + run.host_seconds) / run.accumulation,
+        "optimizer": touched / memory / run.accumulation,
     }
     wire = _wire(shape, job, card, run, does, shares)
     hidden = shares["overlap"] * min(wire, sum(seconds.values()) - seconds["optimizer"])
@@ -104,13 +97,14 @@ def _wire(shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practi
     gathered = (1 if job.gathers_all else 2) * job.compute_bytes * shape.parameters
     reduced = (does.reduced or 4) * (shape.parameters if job.method == "full" else job.adapters)
     reduced /= run.accumulation if job.accumulates else 1
-    link = run.link_bytes_per_second or card.link_bytes_per_second
-    link *= shares["link" if link > 64e9 else "bus"]  # NVLink and the like, or PCIe
-    node = (run.node_bytes_per_second or card.node_bytes_per_second) * inside * shares["node"]
+    link = card.link_bytes_per_second * shares["link" if card.link_bytes_per_second > 64e9 else "bus"]  # bus: PCIe
+    node = card.node_bytes_per_second * inside * shares["node"]
     near = (gathered + reduced) * (1 - 1 / min(cut, inside)) / link
-    far = (gathered + reduced) * (1 - 1 / max(1, cut // inside)) / node
-    added = 2 * reduced * (1 - 1 / job.replicas) / (link if run.nodes == 1 else node)
-    return max(near, far, added)
+    if run.nodes == 1:
+        return max(near, 2 * reduced * (1 - 1 / job.replicas) / link)
+    return max(
+        near, (gathered + reduced) * (1 - inside / max(cut, inside)) / node, 2 * reduced * (1 - 1 / job.replicas) / node
+    )
 
 
 @functools.cache
@@ -134,25 +128,23 @@ def run_seconds(
     shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None
 ) -> tuple[float, float, float, float]:
     """Seconds of the run, low and high, and of a step. ``rates``, ``link`` (None: gloo) count if no card is known."""
-    shares, each = efficiency(), work.num_micro_batches / work.num_steps
+    each = work.num_micro_batches / work.num_steps
     tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
-    nodes = 1 if job.on_cpu else -(-job.num_ranks // 8)  # as machines are sold
-    run = Run(work.mean_length, tokens, head, each, nodes)
+    run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // 8))  # 8: as sold
     step = each * micro_batch_seconds(shape, job, card or _measured(rates, job, link), run)["total"]
-    slow, fast = shares["cpu"]["error"] if job.on_cpu else shares["devices"]["error"] if card else shares["unknown"]
+    slow, fast = (
+        EFFICIENCY["cpu"]["error"] if job.on_cpu else EFFICIENCY["devices"]["error"] if card else EFFICIENCY["unknown"]
+    )
     count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
     moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
-    low, high = (start + moved / disk for start, disk in shares["fixed"])
+    low, high = (start + moved / disk for start, disk in EFFICIENCY["fixed"])
     return low + count * step / fast, high + count * step / slow, step / fast, step / slow
 
 
 def _measured(rates: Rates, job: Job, link: float | None) -> Accelerator:
     """What is timed on this machine in the place of facts; the ranks of a CPU machine share its cores."""
-    share, here = rates.cores / job.num_ranks if job.on_cpu else 1.0, efficiency()["here"]
+    share, here = rates.cores / job.num_ranks if job.on_cpu else 1.0, EFFICIENCY["here"]
     half = (rates.bf16 or rates.fp16) * share
     flops = {"fp32": rates.fp32 * share, "tf32": half / 2, "bf16": half, "fp16": half}  # tf32: as data sheets have it
-    memory, link = (
-        here["cpu_memory"] if job.on_cpu else max(flops.values()) / here["flops_per_byte"],
-        link or here["gloo"],
-    )
-    return Accelerator((), 0, flops, 1.0, memory, link, link, "measured")
+    memory = here["cpu_memory"] if job.on_cpu else max(flops.values()) / here["flops_per_byte"]
+    return Accelerator((), 0, flops, 1.0, memory, link or here["gloo"], 0.0, "measured")

@@ -18,8 +18,6 @@ from published_rows import (
 
 from fullshard.planning.memory import RESERVED_BAND
 
-TEMPLATE = Path(__file__).with_name("published_page.md")
-PAGE = ROOT / "docs" / "planning.md"
 LARGE = 0.2  # a miss that is explained below
 # The likely reason of a row's or a table's miss; an explanation is no correction: nothing above knows of these rows.
 REASONS = {
@@ -32,6 +30,19 @@ REASONS = {
     "P241": "56 of 79 GiB are weights, gradients and states: short of memory, the allocator frees and asks again",
     "P293": "the 70B run on 128 cards does twice the tokens in 1.47 times the time; why is not stated",
     "ms-swift-bench": "rows of many lengths, each of which leaves blocks that the allocator cannot join; 151,936 words",
+}
+
+WORDS = {  # of the table of figures, in Chinese; longer ones first
+    "tokens/s, median error, table held out": "tokens/s，留出整张表的中位误差",
+    "tokens/s, median error": "tokens/s，中位误差",
+    "allocated memory, median error": "allocated 显存，中位误差",
+    "allocated memory, 90th percentile": "allocated 显存，第 90 百分位",
+    "times the predicted allocated": "倍（预测的 allocated）之内",
+    "reserved memory inside": "reserved 显存在",
+    "order in a table, rank correlation": "表内次序，秩相关",
+    "out-of-memory runs said to fit": "公布为显存不足而被判为放得下",
+    "| figure | reached | wanted | rows |": "| 指标 | 达到 | 要求 | 行数 |",
+    "aim": "目标",
 }
 
 
@@ -66,13 +77,13 @@ def figure_table(scores: dict[str, Any], others: dict[str, Any]) -> list[str]:
         f"| order in a table, rank correlation | {scores['rank_correlation']:.2f} | 0.90 | {scores['speed_rows']} |",
         f"| out-of-memory runs said to fit | {fits} | 0 | {scores['out_of_memory_rows']} |",
         "",
-        f"Of {scores['ran_rows']} runs that did run, the plan had refused {failed}: it keeps 5 % of a card free",
+        f"Of {scores['ran_rows']} runs that did run, the plan refuses {failed}: it keeps 5 % of a card free",
         "and counts 0.9 GiB of context, and published runs often fill a card to the last GiB.",
         "",
         f"Rows of the same scope that are not core ({others['rows']}: near-duplicates; no share was fitted to them):",
-        f"memory {percent(others.get('memory_median'))} at the median and {percent(others.get('memory_p90'))} at the",
-        f"90th percentile of {others.get('memory_rows', 0)}, tokens/s {percent(others.get('speed_predicted'))}",
-        f"of {others['speed_rows']}.",
+        f"memory {percent(others.get('memory_median'))} at the median and {percent(others.get('memory_p90'))} at the 90th "
+        f"percentile of {others.get('memory_rows', 0)} rows, tokens/s {percent(others.get('speed_predicted'))} of",
+        f"{others['speed_rows']} rows.",
     ]
     return lines
 
@@ -136,7 +147,7 @@ def miss_list(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def write_page(result: dict[str, Any]) -> None:
-    """Write docs/planning.md."""
+    """Write docs/planning.md and its Chinese form; tables of rows and reasons are in English in both."""
     scores, rows = result["scores"], result["rows"]
     shares = yaml.safe_load((ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml").read_text(encoding="utf-8"))
     devices = shares["devices"]
@@ -151,12 +162,19 @@ def write_page(result: dict[str, Any]) -> None:
         f"{name} {devices[name]:g}" for name in ("width", "small_heads", "optimizer", "block", "unit", "hop")
     )
     rest += ", " + ", ".join(f"{name} {devices[name]:g}" for name in ("overlap", "link", "bus", "node"))
-    page = TEMPLATE.read_text(encoding="utf-8").format(
-        result_name=f"{result['topic']}_{result['date'].replace('-', '')}", count=scores["rows"],
-        figures="\n".join(figure_table(scores, result["other_rows"])), families="\n".join(families),
-        groups="\n".join(group_table(scores)), misses="\n".join(miss_list(rows)), rows="\n".join(row_table(rows)),
-        error=devices["error"], checked=checked, kernels=kernels, rest=rest, low=low, high=high,
-        torch=TORCH_LOGIT, compiled=COMPILED_LOGIT, fused=FUSED_LOGIT, shifted=SHIFTED_LOGIT, litgpt=LITGPT_LOGIT,
-        dropout=DROPOUT_BYTES,
-    )  # fmt: skip
-    PAGE.write_text(page, encoding="utf-8")
+    figures = "\n".join(figure_table(scores, result["other_rows"]))
+    texts = {
+        "result_name": f"{result['topic']}_{result['date'].replace('-', '')}", "count": scores["rows"],
+        "groups": "\n".join(group_table(scores)), "misses": "\n".join(miss_list(rows)),
+        "rows": "\n".join(row_table(rows)),
+        "families": "\n".join(families), "error": devices["error"], "checked": checked,
+        "kernels": kernels, "rest": rest,
+        "low": low, "high": high, "torch": TORCH_LOGIT, "compiled": COMPILED_LOGIT, "fused": FUSED_LOGIT,
+        "shifted": SHIFTED_LOGIT, "litgpt": LITGPT_LOGIT, "dropout": DROPOUT_BYTES,
+    }  # fmt: skip
+    chinese = figures
+    for english, word in WORDS.items():
+        chinese = chinese.replace(english, word)
+    for ending, table in (("md", figures), ("zh-CN.md", chinese)):
+        template = Path(__file__).with_name(f"published_page.{ending}").read_text(encoding="utf-8")
+        (ROOT / "docs" / f"planning.{ending}").write_text(template.format(figures=table, **texts), encoding="utf-8")

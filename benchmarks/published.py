@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import yaml
-from published_rows import ROOT, ROWS, Case, case_of_row, number, out_of_scope, read_rows
+from published_rows import RESERVED_BAND, ROOT, ROWS, Case, case_of_row, number, out_of_scope, read_rows
 
 from fullshard.planning.hardware import GIB
-from fullshard.planning.memory import RESERVED_BAND, memory_lines, train_peak
+from fullshard.planning.memory import memory_lines, train_peak
 from fullshard.planning.speed import EFFICIENCY, micro_batch_seconds
 
 SHARES_FILE = ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml"

@@ -11,12 +11,11 @@ from published_rows import (
     DROPOUT_BYTES,
     FUSED_LOGIT,
     LITGPT_LOGIT,
+    RESERVED_BAND,
     ROOT,
     SHIFTED_LOGIT,
     TORCH_LOGIT,
 )
-
-from fullshard.planning.memory import RESERVED_BAND
 
 LARGE = 0.2  # a miss that is explained below
 # The likely reason of a row's or a table's miss; an explanation is no correction: nothing above knows of these rows.
@@ -81,8 +80,8 @@ def figure_table(scores: dict[str, Any], others: dict[str, Any]) -> list[str]:
         "and counts 0.9 GiB of context, and published runs often fill a card to the last GiB.",
         "",
         f"Rows of the same scope that are not core ({others['rows']}: near-duplicates; no share was fitted to them):",
-        f"memory {percent(others.get('memory_median'))} at the median and {percent(others.get('memory_p90'))} at the 90th "
-        f"percentile of {others.get('memory_rows', 0)} rows, tokens/s {percent(others.get('speed_predicted'))} of",
+        f"memory {percent(others.get('memory_median'))} at the median and {percent(others.get('memory_p90'))} at the "
+        f"90th percentile of {others.get('memory_rows', 0)} rows, tokens/s {percent(others.get('speed_predicted'))} of",
         f"{others['speed_rows']} rows.",
     ]
     return lines

@@ -25,6 +25,7 @@ PLAIN_CARDS = (
     "b200 h200 h20 h800 h100 a100 a800 l40s l20 l4 a6000 5090 4090 3090 a10g v100 t4 mi300x "
     "910b1 910b2 910b3 910b4 910a"
 )
+RESERVED_BAND = (0.95, 1.36)  # the allocator's reserved peak over the predicted allocated one: the stated band
 PADDING = 1.5  # four rows of random length as long as the longest, over their mean (lengths spread by half their mean)
 HOST_MEMORY = (
     12e9  # bytes per second of one of 8 ranks whose optimizer runs on the CPU: a share of about 100 - 200 GB/s

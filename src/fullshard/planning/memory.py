@@ -14,7 +14,6 @@ CPU_PROCESS_BYTES = 600_000_000  # torch, transformers, peft, gloo: a 135M LoRA 
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
-RESERVED_BAND = (0.95, 1.36)  # the allocator's reserved peak over its allocated one, in 80 % of published runs
 LOAD_SPARE_BYTES = 100_000_000
 MOMENTS = (
     "always",

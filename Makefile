@@ -33,7 +33,7 @@ quickstart: $(STAMP)
 	$(BIN)/fullshard quickstart $(if $(MODEL),--model "$(MODEL)") $(if $(RANKS),--ranks $(RANKS))
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations=25
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest

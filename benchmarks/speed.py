@@ -97,7 +97,7 @@ def profile(rows: Path, folder: Path, window: int, method: str) -> dict[str, flo
     from fullshard.data.pack import lay_out, windows_of_run
     from fullshard.data.prepared import open_prepared, prepare
     from fullshard.ranks import start_ranks, stop_ranks
-    from fullshard.train.held_out import batch_loss
+    from fullshard.train.loss import batch_loss
     from fullshard.train.optimizer import build_optimizer, clip_gradients, gradient_norm
     from fullshard.train.precision import precision_of
     from fullshard.train.setup import build_sharded
@@ -114,7 +114,7 @@ def profile(rows: Path, folder: Path, window: int, method: str) -> dict[str, flo
     ranks = start_ranks()
     torch.set_num_threads(1)
     built = build_sharded(config, ranks, precision_of("fp32"), False)
-    optimizer = build_optimizer(config, built.sharded)
+    optimizer, _ = build_optimizer(config, built.sharded)
     _, rows_of_step = windows_of_run(data.lengths, config.train)[0]
     layout = lay_out(rows_of_step, data.lengths, 1, (window, "tokens"), True, 1024)
 

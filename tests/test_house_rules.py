@@ -27,13 +27,11 @@ LAYERS: dict[str, tuple[int, str]] = {
     "train.loss": (1, ""),
     "train.precision": (1, ""),
     "report.page": (1, ""),
-    "infer.model_folder": (1, ""),
     "ranks": (2, ""),
     "shard": (2, ""),
     "checkpoint": (2, ""),
     "planning": (2, ""),
     "infer.generate": (2, ""),
-    "train.held_out": (2, ""),
     "train": (3, "train"),
     "merge": (3, "merge"),
     "evaluate": (3, "evaluate"),
@@ -57,6 +55,7 @@ RECIPE_KEY_LINES = """
     lora.rank lora.alpha lora.targets lora.variant
     train.epochs train.max_steps train.learning_rate train.global_batch train.drop_last train.micro_batch
     train.precision train.optimizer train.weight_decay train.schedule train.warmup train.clip_norm train.recompute
+    train.sharding train.replicas
     train.eval_every train.save_every train.keep_last train.trackers train.router_loss train.seed
     engine
     output

@@ -13,6 +13,7 @@ _PLACES = {
     "audit_data": ("fullshard.report.data", "audit_data"),
     "train_run": ("fullshard.launch", "train_run"),
     "resume_run": ("fullshard.launch", "resume_run"),
+    "trace_run": ("fullshard.launch", "trace_run"),
     "merge_run": ("fullshard.merge.job", "merge_run"),
     "generate_text": ("fullshard.infer.generate", "generate_text"),
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),

@@ -9,7 +9,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,7 +21,7 @@ import fullshard
 from fullshard.errors import UserError
 from fullshard.words import answer_word
 
-MORE = "More"
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -47,15 +49,7 @@ class _Verbs(typer.core.TyperGroup):
             raise
 
 
-app = typer.Typer(
-    cls=_Verbs,
-    help="Plan, train, merge and judge fine-tuned language models.",
-    epilog="Start: fullshard quickstart. Your own job: fullshard init MODEL DATA. Each verb has --help.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Verbs, **TABLE["app"])
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -65,25 +59,19 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _print_schema(wanted: bool) -> None:
+def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
     if wanted:
         from fullshard.config import RunConfig
 
-        _print_json(RunConfig.model_json_schema())
-        raise typer.Exit
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"fullshard {fullshard.__version__}")
+        version = f"fullshard {fullshard.__version__}"
+        print(version) if option.name == "version" else _print_json(RunConfig.model_json_schema())
         raise typer.Exit
 
 
 TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
 TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"]}
-CALLS = {"schema": {"callback": _print_schema}, "version": {"callback": _print_version}}
+CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_once}}
 CALLS |= {"template_arguments": {"parser": _json_object}}
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def _with_options(function: Callable[..., None], takes: str, name: str) -> Callable[..., None]:
@@ -92,135 +80,89 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
     def run(**given: Any) -> None:
         function(**given)
 
-    parameters, run.__doc__ = [], function.__doc__
+    parameters, table = [], TABLE["parameters"]
     for key in takes.split():
-        words = dict(TABLE.get(f"{name}.{key}") or TABLE[key]) | CALLS.get(key, {})
+        words = dict(table.get(f"{name}.{key}") or table[key]) | CALLS.get(key, {})
         kind, default = TYPES[words.pop("type")], words.pop("default", inspect.Parameter.empty)
         describe, names = typer.Argument if words.pop("argument", False) else typer.Option, words.pop("names", ())
-        run.__annotations__[key] = annotation = Annotated[kind, describe(*names, **words)]
-        parameters.append(
-            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
+        run.__annotations__[key] = hint = Annotated[kind, describe(*names, **words)]
+        parameters.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     run.__signature__ = inspect.Signature(parameters)
     return run
 
 
-def _verb(takes: str, panel: str | None = None, verb: str = "") -> Callable[[Any], Any]:
-    def declare(function: Callable[..., None]) -> Callable[..., None]:
-        name = verb or function.__name__
-        app.command(name, rich_help_panel=panel)(_with_options(function, takes, name))
-        return function
-
-    return declare
+def _plan(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+    _print_result(fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), **options), json_output)
 
 
-app.callback()(_with_options(lambda **_: None, "version debug", ""))
-
-
-@_verb("recipe overrides ranks devices rows mean_tokens json_output")
-def plan(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
-    """Say what a recipe needs before it runs: memory by cause, batches, time. Exit code 2 where it does not fit."""
-    result = fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), **options)
-    _print_json(result) if json_output else print(result.to_text())
-
-
-@_verb("recipe overrides ranks json_output schema")
-def train(recipe: str, overrides: list[str] | None, ranks: int | None, json_output: bool, schema: bool) -> None:
-    """Train a recipe, sharded over ranks that this command starts itself (or under torchrun, its ranks)."""
+def _train(recipe: str, overrides: list[str] | None, ranks: int | None, json_output: bool, schema: bool) -> None:
     _print_trained(fullshard.train_run(recipe, overrides or (), ranks=ranks, quiet=json_output), json_output)
 
 
-@_verb("run output step dtype overwrite json_output")
-def merge(run: str, json_output: bool, **options: Any) -> None:
-    """Write a run's model as an ordinary Hugging Face folder, and prove that it answers as the trained state."""
+def _merge(run: str, json_output: bool, **options: Any) -> None:
     result = fullshard.merge_run(run, **options)
-    _print_json(result) if json_output else print(f"{result.to_text()}\nNext: fullshard chat {result.folder}")
+    _print_result(result, json_output, f"Next: fullshard chat {result.folder}")
 
 
-@_verb("model system max_new_tokens temperature template_arguments")
-def chat(model: str, **options: Any) -> None:
-    """Talk to a model in the terminal. Ctrl-D or /exit ends it."""
-    from fullshard.infer.chat import start_chat
-
-    start_chat(model, **options)
-
-
-@_verb("model data base limit max_new_tokens show template_arguments json_output", verb="eval")
-def evaluate(model: str, data: str, show: int, json_output: bool, **options: Any) -> None:
-    """Measure a model on held-out rows: loss and exact match, next to the base model where --base names it."""
+def _eval(model: str, data: str, show: int, json_output: bool, **options: Any) -> None:
     result = fullshard.evaluate_run(model, data, **options)
-    if json_output:
-        _print_json(result)
-        return
-    _print_answers(result, show)
-    print(result.to_text())
+    if not json_output:
+        names = ["question", "expected", *(["base answer"] if result.base else []), "answer"]
+        said = zip(*(each.answers[:show] for each in (result.base, result) if each), strict=False)
+        rows = [[each[-1].prompt, each[-1].expected, *(answer.answer for answer in each)] for each in said]
+        _print_table(names, rows, show_lines=True)
+    _print_result(result, json_output)
 
 
-@_verb("model data output", MORE)
-def init(model: str, data: str, output: str) -> None:
-    """Propose a recipe for a model and a data file."""
-    from fullshard.recipe_init import write_recipe
-
-    print(write_recipe(model, data, output))
-
-
-@_verb("recipe overrides output show audit page lang json_output", MORE)
-def prepare(
-    recipe: str, overrides: list[str] | None, output: str | None, show: int, audit: bool, json_output: bool, **made: Any
-) -> None:
-    """Tokenise a recipe's data, account for every row, and show what is supervised. Trains nothing."""
+def _prepare(recipe: str, overrides: list[str] | None, output: str | None, json_output: bool, **made: Any) -> None:
     config, page, lang = fullshard.load_config(recipe, overrides or ()), made["page"], made["lang"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(output or Path(temporary) / "prepared")
-        audit, path = audit or page or lang != "en", Path(page or Path(output or "") / "audit.html")
+        audit, path = made["audit"] or page or lang != "en", Path(page or Path(output or "") / "audit.html")
         result = fullshard.audit_data(config, folder, path, lang) if audit else fullshard.prepare_data(config, folder)
         if json_output:
-            _print_json(result)
-            return
+            return _print_json(result)
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview
         from fullshard.model.fetch import with_model_folder
         from fullshard.report.data import audit_tables
 
         tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-        print("\n".join([*result["report"], *preview(folder, "train", tokenizer, show)]))
+        print("\n".join([*result["report"], *preview(folder, "train", tokenizer, made["show"])]))
         if audit:
             for title, columns, rows in audit_tables(result, lang, limit=5):
                 _print_table(columns, rows, title=title, title_justify="left")
             print(f"Page: {path}")
 
 
-@_verb("run ranks step json_output", MORE)
-def resume(run: str, json_output: bool, **options: Any) -> None:
-    """Continue an interrupted run from its newest checkpoint, on any number of ranks."""
+def _resume(run: str, json_output: bool, **options: Any) -> None:
     _print_trained(fullshard.resume_run(run, quiet=json_output, **options), json_output)
 
 
-@_verb("json_output", MORE)
-def doctor(json_output: bool) -> None:
-    """Check this machine: versions, accelerators, memory, disk, two ranks. Exit code 2 where a check fails."""
+def _trace(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+    result = fullshard.trace_run(recipe, overrides or (), **options)
+    _print_json(result) if json_output else print("\n".join(result["report"]))
+
+
+def _doctor(json_output: bool) -> None:
     from fullshard.doctor import check_machine
 
     result = check_machine()
-    _print_json(result) if json_output else print(result.to_text())
+    _print_result(result, json_output)
     if not result.healthy:
         raise typer.Exit(2)
 
 
-@_verb("model prompts system max_new_tokens temperature seed batch_size template_arguments json_output", MORE)
-def generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:
-    """Answer prompts with a model."""
+def _generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:
     answers = fullshard.generate_text(model, prompts, **options)
     pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
     _print_json(pairs) if json_output else print("\n".join(answers))
 
 
-@_verb("model ranks", MORE)
-def quickstart(**options: Any) -> None:
-    """The main job in minutes: plan, train, merge, and compare answers before and after."""
-    from fullshard.quickstart import run_quickstart
-
-    run_quickstart(**options)
+def _call(place: str, **given: Any) -> None:
+    """Call ``module:function``, which prints for itself or returns the text to print."""
+    if isinstance(text := resolve_name(place)(**given), str):
+        print(text)
 
 
 def _print_trained(result: Any, json_output: bool) -> None:
@@ -231,11 +173,8 @@ def _print_trained(result: Any, json_output: bool) -> None:
         _print_json(result) if json_output else print(f"Next: fullshard merge {result.run}")
 
 
-def _print_answers(result: Any, count: int) -> None:
-    names = ["question", "expected", *(["base answer"] if result.base else []), "answer"]
-    said = zip(*(each.answers[:count] for each in (result.base, result) if each), strict=False)
-    rows = [[each[-1].prompt, each[-1].expected, *(answer.answer for answer in each)] for each in said]
-    _print_table(names, rows, show_lines=True)
+def _print_result(result: Any, json_output: bool, *following: str) -> None:
+    _print_json(result) if json_output else print(result.to_text(), *following, sep="\n")
 
 
 def _print_table(columns: list[str], rows: list[list[Any]], **options: Any) -> None:
@@ -259,6 +198,14 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
+FUNCTIONS = {"plan": _plan, "train": _train, "merge": _merge, "eval": _eval, "prepare": _prepare, "resume": _resume}
+FUNCTIONS |= {"doctor": _doctor, "generate": _generate, "trace": _trace}
+app.callback()(_with_options(lambda **_: None, "version debug", ""))
+for name, verb in TABLE["verbs"].items():
+    run = _with_options(FUNCTIONS.get(name) or partial(_call, verb["call"]), verb["takes"], name)
+    app.command(name, help=verb["help"], rich_help_panel=verb.get("panel"))(run)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code. ``--debug`` shows tracebacks."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -270,19 +217,14 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             traceback.print_exc()
-        known = _as_user_error(problem)
+        known = problem if isinstance(problem, UserError) else None
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            known = UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
+        elif isinstance(problem, OSError) and problem.filename is not None:
+            known = UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights.")
         code, text = 2 if known else 1, f"{type(problem).__name__}: {problem} (run again with --debug)"
         if known:
             text = f"{known.message}\n  -> {known.hint}" if known.hint else known.message
         if not (known and known.told):
             print(f"Error: {text}", file=sys.stderr)
     sys.exit(code)
-
-
-def _as_user_error(problem: Exception) -> UserError | None:
-    """What the user can solve: also a full disk, and a file that cannot be used. None for all else."""
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
-    if isinstance(problem, OSError) and problem.filename is not None:
-        return UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights.")
-    return problem if isinstance(problem, UserError) else None

@@ -16,7 +16,6 @@ from pydantic.types import JsonValue
 from fullshard.errors import ConfigError
 from fullshard.words import answer_word
 
-OTHER_LORA_STARTS = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "orthogonal", "gaussian", "qalora", "lora+")
 TEXTS = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
 QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
 
@@ -116,6 +115,8 @@ class TrainSection(Section):
     warmup: float = Field(0.05, ge=0)
     clip_norm: float = Field(1.0, ge=0)
     recompute: Literal["auto", "none", "blocks"] | Annotated[int, Field(ge=1)] = "auto"
+    sharding: Literal["full", "keep", "replicate"] = "full"
+    replicas: int = Field(1, ge=1)
     eval_every: int | None = Field(None, ge=1)
     save_every: int | None = Field(None, ge=1)
     keep_last: int = Field(2, ge=1)
@@ -156,6 +157,8 @@ class RunConfig(Section):
         for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
             if not value or not all(value):
                 raise ValueError(f"{name} is empty")
+        if self.train.sharding == "replicate" and self.engine != "simple":
+            raise ValueError("train.sharding=replicate needs engine=simple; fully_shard has full and keep")
         if self.data.columns == {}:
             raise ValueError("data.columns is empty; leave it out where the columns are known by themselves")
         output, model = os.path.realpath(self.output), os.path.realpath(os.path.expanduser(self.model.path))
@@ -271,10 +274,9 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"unknown key {key}" + (f"; did you mean {nearest[0]}?" if nearest else "")
     if kind == "missing":
         return f"{key} is missing"
-    if key == "lora.variant" and str(problem["input"]).lower() in OTHER_LORA_STARTS:
-        starts = "it starts from whole weights taken apart or from data, which a sharded load does not have"
-        fit = "lora, rslora and dora fit (A uniform, B zero, from train.seed)"
-        return f"{key}: {problem['input']} is refused: {starts}; {fit}"
+    refused = TEXTS["refused"].get(key)
+    if refused and str(problem["input"]).lower() in refused["values"]:
+        return f"{key}: {problem['input']} is refused: {refused['reason']}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if kind == "value_error" or key == "recipe":

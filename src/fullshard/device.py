@@ -84,10 +84,8 @@ def device_memory(index: int = 0) -> tuple[int, int]:
 
 def torch_build() -> str:
     """What torch was built for: ``CUDA 12.8``, ``ROCm 6.4``, ``CPU``, ``CPU + torch_npu 2.13.0``."""
-    if torch.version.cuda:
-        return f"CUDA {torch.version.cuda}"
-    if torch.version.hip:
-        return f"ROCm {torch.version.hip}"
+    if found := torch.version.cuda or torch.version.hip:
+        return f"{'CUDA' if torch.version.cuda else 'ROCm'} {found}"
     load_npu_backend()
     torch_npu = sys.modules.get("torch_npu")
     return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
@@ -129,10 +127,9 @@ class SideStream:
 
 
 def one_core_environment() -> dict[str, str]:
-    """This process's environment for a child that tokenises on one core; glibc keeps what is freed for the next row."""
-    malloc = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=4096", "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
+    """This process's environment for a child that tokenises on one core."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
-    return {**os.environ, **malloc, **one, "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **one, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def require_tf32() -> None:

@@ -13,15 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.version import Version
 
 from fullshard.errors import ConfigError
 from fullshard.planning.hardware import find_accelerator, read_host
 
-MINIMUM_VERSIONS = {"torch": "2.11", "transformers": "5.17", "peft": "0.21", "safetensors": "0.8"}
+FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+MINIMUM_VERSIONS, NEEDED_GB = FACTS["minimum_versions"], FACTS["needed_gb"]
 RANKS_TIMEOUT_SECONDS = 30
-NEEDED_MEMORY_GB = 4  # the quickstart: two processes and a 135M model in fp32
-NEEDED_DISK_GB = 3
 
 RANK_PROGRAM = """
 import sys, datetime, torch, torch.distributed as dist
@@ -84,8 +84,8 @@ def check_machine() -> MachineReport:
     return MachineReport(tuple(checks))
 
 
-def _judge(name: str, level: str, finding: str, fix: str) -> Check:
-    return Check(name, level, finding, fix) if level else Check(name, "ok", finding)
+def _judge(name: str, level: str, finding: str) -> Check:
+    return Check(name, level, finding, FACTS["fixes"][name]) if level else Check(name, "ok", finding)
 
 
 def _check_package(name: str, least: str) -> Check:
@@ -125,21 +125,17 @@ def _check_accelerators() -> Check:
     name, (free, total) = device_name(), device_memory()
     finding = f"{num_devices()} x {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free on the first"
     finding += "" if find_accelerator(name) else " (not in our table; its rate is timed here)"
-    fix = "Another process holds memory: see nvidia-smi or npu-smi."
-    return _judge("accelerators", "warn" if free < total / 2 else "", finding, fix)
+    return _judge("accelerators", "warn" if free < total / 2 else "", finding)
 
 
 def _check_host() -> list[Check]:
     host, folder = read_host(), Path.cwd()
     free, available = shutil.disk_usage(folder).free / 1e9, host.available_bytes / 1e9
     memory = f"{available:.1f} of {host.total_bytes / 1e9:.1f} GB free"
-    more = "CPU training starts one rank; two cores make it two."
-    close = f"The quickstart wants {NEEDED_MEMORY_GB} GB: close programs."
-    move = f"The quickstart writes about {NEEDED_DISK_GB} GB: free some or run elsewhere."
     return [
-        _judge("cores", "warn" if host.cores < 2 else "", f"{host.cores} ({host.processor})", more),
-        _judge("memory", "warn" if available < NEEDED_MEMORY_GB else "", memory, close),
-        _judge("disk", "warn" if free < NEEDED_DISK_GB else "", f"{free:.1f} GB free at {folder}", move),
+        _judge("cores", "warn" if host.cores < 2 else "", f"{host.cores} ({host.processor})"),
+        _judge("memory", "warn" if available < NEEDED_GB["memory"] else "", memory),
+        _judge("disk", "warn" if free < NEEDED_GB["disk"] else "", f"{free:.1f} GB free at {folder}"),
     ]
 
 
@@ -163,8 +159,7 @@ def _check_cache() -> Check:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        fix = "Set FULLSHARD_CACHE to a folder that you may write."
-        return Check("cache", "fail", f"{folder} cannot be written: {error.strerror}", fix)
+        return _judge("cache", "fail", f"{folder} cannot be written: {error.strerror}")
     return Check("cache", "ok", f"{folder} can be written")
 
 
@@ -188,5 +183,4 @@ def check_ranks(program: str = RANK_PROGRAM, timeout_seconds: float = RANKS_TIME
     except OSError as error:
         trouble = f"could not start a process: {error.strerror}"
     finding = trouble or f"an all-reduce over two processes is right ({time.monotonic() - start:.1f} s with start)"
-    fix = "Ranks talk over 127.0.0.1: check firewall and container limits; GLOO_SOCKET_IFNAME=lo may help."
-    return _judge("two ranks (gloo)", "fail" if trouble else "", finding, fix)
+    return _judge("two ranks (gloo)", "fail" if trouble else "", finding)

@@ -19,9 +19,9 @@ from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
 from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
-from fullshard.infer.model_folder import read_merge_facts
-from fullshard.train.held_out import held_out_loss
-from fullshard.train.loss import LossModel
+from fullshard.model.load import MERGE_FACTS
+from fullshard.run_folder import read_json
+from fullshard.train.loss import LossModel, held_out_loss
 
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
@@ -80,39 +80,31 @@ class EvalResult:
         return "\n".join(lines)
 
 
-class RenderedRows:
-    """Rows as token ids in memory, read like prepared data. ``lengths`` and ``supervised`` are int64, one a row."""
+class RenderedRows(list[tuple[np.ndarray, np.ndarray]]):
+    """Rows (token ids int64, which of them are supervised bool) in memory, read like prepared data. ``lengths`` and
+    ``supervised`` are int64, one a row."""
+
+    row = list.__getitem__
 
     def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        self._rows = rows
+        super().__init__(rows)
         self.lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
         self.supervised = np.array([int(supervised[1:].sum()) for _, supervised in rows], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (int64) and which of them are supervised (bool) of one row."""
-        return self._rows[index]
-
 
 def evaluate_run(
-    model: str | Path | Answerer,
-    data: str | Path,
-    base: str | Path | Answerer | None = None,
-    limit: int | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int = 16,
-    settings: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-    template_arguments: dict[str, Any] | None = None,
-) -> EvalResult:
+    model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, limit: int | None = None,
+    max_new_tokens: int | None = None, batch_size: int = 16, settings: dict[str, Any] | None = None,
+    progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
+) -> EvalResult:  # fmt: skip
     """Evaluate a model folder on a data file, and ``base`` on the same rows. ``limit``: only the first rows.
     ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
     that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
     DataError where no row can be used, ModelError, ConfigError."""
     if settings is None:
-        settings = {} if isinstance(model, Answerer) else read_merge_facts(Path(model).expanduser()).get("settings", {})
+        loaded = isinstance(model, Answerer)
+        made = {} if loaded else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
+        settings = made.get("settings", {})
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}
     if columns := settings.get("columns"):  # a run writes its held-out rows as messages or text, whatever they were
@@ -126,6 +118,7 @@ def evaluate_run(
     if not rows:
         raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
     say = progress or (lambda what, done, total: None)
+    options = {"batch_size": batch_size, "progress": partial(say, "answers")}
 
     def measure(model: str | Path | Answerer, compared: EvalResult | None = None) -> EvalResult:
         answerer = load_for_inference(model, section.template_arguments)
@@ -135,7 +128,7 @@ def evaluate_run(
         pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
         loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
         say("loss", len(used), len(used))
-        answers, skipped = _answers(answerer, rows, max_new_tokens, batch_size, say)
+        answers, skipped = _answers(answerer, rows, max_new_tokens, options)
         figures = (len(used), int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
         return EvalResult(name, *figures, tuple(answers), tuple(left_out + skipped), compared)
 
@@ -160,26 +153,23 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
     return RenderedRows(used), left_out
 
 
-def _answers(
-    answerer: Answerer, rows: list[Row], max_new_tokens: int | None, batch_size: int, say: Progress
-) -> tuple[list[Answer], list[str]]:
+def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any) -> tuple[list[Answer], list[str]]:
     """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
     tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
     asked = [row for row in rows if len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for row in asked]
-    max_new_tokens = max_new_tokens or max(map(len, taught)) + SPARE_TOKENS
+    most = most or max(map(len, taught)) + SPARE_TOKENS
     limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
     for row, wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
-        if limit - len(ids) < max_new_tokens:
-            left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {max_new_tokens} new ones (answer)")
+        if limit - len(ids) < most:
+            left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {most} new ones (answer)")
         else:
             fitting.append((row, wanted))
             prompts.append(ids)
-    options = {"batch_size": batch_size, "progress": partial(say, "answers")}
-    generated = generate_ids(answerer, prompts, max_new_tokens, **options)
+    generated = generate_ids(answerer, prompts, most, **options)
     answers = []
     for (row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(answerer, ids).strip()

@@ -29,24 +29,43 @@ from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json,
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
+Recipe = RunConfig | str | Path
+MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
-def train_run(
-    recipe: RunConfig | str | Path, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False
-) -> Any:
+def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
     """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
     accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
     _check_ranks(ranks)
     if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
-    run = Path(config.output)
-    prepare_run(config, run, ranks, quiet, text, [])
-    return _launch(run, ranks, None, quiet)
+    prepare_run(config, ranks, quiet, text, [])
+    return _launch(Path(config.output), ranks, None, MODES[quiet])
+
+
+def trace_run(
+    recipe: str | Path, overrides: Sequence[str] = (), output: str | Path = "trace.html", ranks: int | None = None,
+    lang: str = "en",
+) -> dict[str, Any]:  # fmt: skip
+    """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output`` (.html), .svg
+    and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
+    from fullshard.report.trace import write_trace
+
+    if _started_by_launcher():
+        raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
+    _check_ranks(ranks)
+    run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
+    config, text = _read_recipe(recipe, [*overrides, "engine=simple", "data.eval=null", f"output={run}"])
+    prepare_run(config, ranks, True, text, [])
+    _launch(run, ranks, None, "trace")
+    found = read_json(run / run_folder.TRACE)
+    shutil.rmtree(run)  # after a failure it stays, since the message may name files in it
+    return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
@@ -59,8 +78,8 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         here = start_ranks()
         number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
         _require_shared(run, here)
-        return _run_as_rank(run, number, quiet, here)
-    return _launch(run, ranks, _step_to_resume(run, step), quiet)
+        return _run_as_rank(run, number, MODES[quiet], here)
+    return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -88,21 +107,21 @@ def _check_ranks(ranks: int | None) -> None:
         raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
 
 
-def prepare_run(
-    config: RunConfig, run: Path, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]
-) -> None:
+def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
     from rich.progress import Progress
+    from torch import __version__ as torch_version
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
-    from fullshard.infer.model_folder import check_generation_config
+    from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import WeightFiles, build_on_meta
+    from fullshard.model.load import WeightFiles, build_on_meta, check_generation_config
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
+    run = Path(config.output)
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
     if run.exists() and (not run.is_dir() or set(run.iterdir()) - {unfinished}):
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
@@ -125,14 +144,14 @@ def prepare_run(
         if config.method == "full":
             del values["lora"]  # a full recipe may not have the section
         write_json(run / run_folder.CONFIG, values)
-        write_json(run / run_folder.ENVIRONMENT, _environment())
+        packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
+        machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
+        devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
+        write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
         with Progress(console=Console(quiet=quiet), transient=True) as bars:
             bar = bars.add_task("preparing the data", total=None)
-            account = prepare(
-                config,
-                run / run_folder.PREPARED,
-                lambda split, done, _: bars.update(bar, description=f"preparing {split}: {done:,} rows"),
-            )
+            say = "preparing {}: {:,} rows".format
+            account = prepare(config, run / run_folder.PREPARED, lambda *at: bars.update(bar, description=say(*at)))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)
@@ -156,24 +175,13 @@ def _clear(run: Path, unfinished: Path) -> None:
         run.rmdir()
 
 
-def _read_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str]) -> tuple[RunConfig, str]:
+def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
     """The config and its text: as given, comments and all; a RunConfig, or with overrides, as the keys that are set."""
     config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
     if config is not recipe and not overrides:
         return config, Path(recipe).read_text(encoding="utf-8")
     values = config.model_dump(mode="json", exclude_unset=True)
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _environment() -> dict[str, Any]:
-    import torch
-
-    from fullshard.device import device_kind, num_cores, num_devices
-
-    packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
-    devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
-    return {**machine, "torch_build": torch.__version__, **devices}
 
 
 def _started_by_launcher() -> bool:
@@ -185,7 +193,7 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) -> Any:
+def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) -> Any:
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -198,7 +206,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
     settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
-    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), "quiet" if quiet else "loud"]
+    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
     sys.stdout.flush()
     try:
         elastic_launch(settings, sys.executable)(*arguments)
@@ -210,7 +218,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, quiet: bool) 
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
-    return TrainResult.read(run)
+    return TrainResult.read(run) if mode != "trace" else None
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
@@ -236,7 +244,7 @@ def _first_failure(run: Path, error: Any) -> UserError:
     return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
 
 
-def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet: bool) -> Any:
+def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     """Under torchrun: rank 0 prepares, all train. An elastic restart (same launcher) goes on in the run folder."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks
@@ -254,12 +262,12 @@ def _train_here(recipe: RunConfig | str | Path, overrides: Sequence[str], quiet:
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
             _clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
-        prepare_run(config, run, ranks.num_ranks, quiet, text, launchers)
+        prepare_run(config, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
     _require_same_data(run / run_folder.PREPARED, ranks)
-    return _run_as_rank(run, None, quiet, ranks)
+    return _run_as_rank(run, None, MODES[quiet], ranks)
 
 
 def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
@@ -271,7 +279,7 @@ def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
 
 def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
-    token = run / f".{ranks.broadcast_object(uuid.uuid4().hex)}"
+    token = run / f".{ranks.gather_objects(uuid.uuid4().hex)[0]}"
 
     def put() -> None:
         run.mkdir(parents=True, exist_ok=True)
@@ -295,16 +303,15 @@ def _require_shared(run: Path, ranks: "Ranks") -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks | None" = None) -> Any:
+def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | None" = None) -> Any:
     """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
-    from fullshard.train.loop import TrainResult, run_rank
+    from fullshard.train.loop import TrainResult, run_rank, trace_rank
 
     ranks = ranks or start_ranks()
     if resume_step is None:
-        found = list_checkpoints(run) if ranks.is_first else []
-        resume_step = ranks.broadcast_object(found[-1][0] if found else 0)
+        resume_step = ranks.gather_objects(max(dict(list_checkpoints(run)), default=0))[0]
     values = read_json(run / run_folder.CONFIG)
     asked = values.pop(ASKED, values["model"])
     if not Path(values["model"]["path"]).is_dir():  # another node's cache may lie elsewhere
@@ -312,18 +319,19 @@ def _run_as_rank(run: Path, resume_step: int | None, quiet: bool, ranks: "Ranks 
     config = config_from_dict(values, str(run / run_folder.CONFIG))
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     config = with_model_folder(config)
-    run_rank(run, config, read_json(run / run_folder.PLAN), ranks, resume_step or None, quiet)
+    what = run, config, read_json(run / run_folder.PLAN), ranks
+    trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet")
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
-    return TrainResult.read(run)
+    return TrainResult.read(run) if mode != "trace" else None
 
 
 def rank_main(arguments: list[str]) -> int:
-    """Entry of a rank that our launcher starts: RUN RESUME_STEP quiet|loud. Writes errors/rank_N.json on failure."""
-    run, resume_step, quiet = Path(arguments[0]), int(arguments[1]), arguments[2] == "quiet"
+    """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
+    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]  # loud, quiet or trace
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
-        _run_as_rank(run, resume_step, quiet)
+        _run_as_rank(run, resume_step, mode)
         return 0
     except KeyboardInterrupt:
         return 130

@@ -54,11 +54,12 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.host)
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host)
-        return box[0]
+    def mesh_of(self, replicas: int) -> DeviceMesh:
+        """All ranks, cut into so many groups: parameters are sharded inside one and the same in all (HSDP)."""
+        if replicas == 1:
+            return self.mesh
+        shape = (replicas, self.num_ranks // replicas)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def barrier(self) -> None:
         """Wait for all ranks."""

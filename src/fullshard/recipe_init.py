@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,6 @@ SAMPLED_ROWS = 200  # spread over the file; the longest hundred by characters ar
 LONGEST_ROWS = 100
 COMFORT = 0.8  # full fine-tuning is proposed where it needs at most this share of the memory
 ROUNDING = 32  # max_length is a multiple
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """What the sample says of the rows' tokens."""
-
-    longest: int
-    mean: float
-    over_limit: int  # sampled rows over the model's positions
-    max_length: int  # proposed
 
 
 def write_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> str:
@@ -63,13 +52,19 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     source = read_source(str(data), DataSection(train=str(data)))
     positions = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
     lengths = measure_lengths(source.rows, Renderer(load_tokenizer(folder)), positions)
-    values = _values(folder if is_local else model, Path(data), len(source.rows), lengths)
+    num_rows, output = len(source.rows), str(free_run(Path("runs"), Path(data).stem))
+    section = {"train": str(data), "eval": choose_eval(num_rows), "max_length": lengths["max_length"]}
+    section |= {"too_long": "drop"} if lengths["over_limit"] else {}
+    train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
+    place = {"path": str(folder if is_local else model)}
+    values = {"model": place, "data": section, "train": train, "output": output}
     method, why, plan = choose_method(values)
     return _write_out(values | {"method": method}, source, lengths, why, plan), path
 
 
-def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> Lengths:
-    """Token lengths of a sample that holds the longest rows by characters, and the max_length that follows."""
+def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> dict[str, Any]:
+    """Token lengths of a sample that holds the longest rows by characters: ``longest``, ``mean``, how many are
+    ``over_limit`` of the model's positions, and the ``max_length`` that follows."""
     by_size = sorted(range(len(rows)), key=lambda number: -len(rows[number].content))[:LONGEST_ROWS]
     spread = np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows))).astype(int).tolist()
     numbers = sorted({*by_size, *spread})
@@ -78,7 +73,8 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> Le
     longest = max(measured.values())
     max_length = min(max(1, math.ceil(longest / ROUNDING)) * ROUNDING, positions or 2**24)
     over = sum(length > max_length for length in measured.values())
-    return Lengths(longest, sum(measured[number] for number in spread) / len(spread), over, max_length)
+    mean = sum(measured[number] for number in spread) / len(spread)
+    return {"longest": longest, "mean": mean, "over_limit": over, "max_length": max_length}
 
 
 def choose_eval(num_rows: int) -> float | None:
@@ -116,15 +112,7 @@ def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
         return None
 
 
-def _values(model: str | Path, data: Path, num_rows: int, lengths: Lengths) -> dict[str, Any]:
-    section: dict[str, Any] = {"train": str(data), "eval": choose_eval(num_rows), "max_length": lengths.max_length}
-    section |= {"too_long": "drop"} if lengths.over_limit else {}
-    train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
-    output = str(free_run(Path("runs"), data.stem))
-    return {"model": {"path": str(model)}, "data": section, "train": train, "output": output}
-
-
-def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: str, plan: Plan | None) -> str:
+def _write_out(values: dict[str, Any], source: Source, lengths: dict[str, Any], why: str, plan: Plan | None) -> str:
     data, quote, num_rows = values["data"], partial(json.dumps, ensure_ascii=False), len(source.rows)
     held_out = round((data["eval"] or 0) * num_rows)
     facts = {"rows": num_rows, "shapes": ", ".join(source.shapes), "lengths": lengths, "why": why, **values["train"]}
@@ -135,7 +123,7 @@ def _write_out(values: dict[str, Any], source: Source, lengths: Lengths, why: st
     facts["steps"] = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
     facts["time"] = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
     template = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
-    shown = [line.partition("  # ") for line in template if lengths.over_limit or "too_long" not in line]
+    shown = [line.partition("  # ") for line in template if lengths["over_limit"] or "too_long" not in line]
     lines = [(left.format(**facts), note.format(**facts)) for left, _, note in shown]
     width = min(44, max(len(left) for left, note in lines if note))
     return "\n".join(f"{left:<{width}}  # {note}" if note else left for left, note in lines) + "\n"

@@ -21,6 +21,7 @@ PLAN = "plan.json"
 ENVIRONMENT = "environment.json"
 DATA = "data.json"
 METRICS = "metrics.jsonl"
+TRACE = "trace.json"  # what the engine did in one step, by rank
 HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 CHECKPOINTS = "checkpoints"
 MERGED = "merged"

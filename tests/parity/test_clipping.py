@@ -66,7 +66,7 @@ def clipped_step(ranks, path: str, engine: str):
     values = {"model": {"path": path}, "data": {"train": "x"}, "output": "y", "method": "full"}
     config = config_from_dict(values | {"engine": engine} | {"train": {"optimizer": "sgd", "learning_rate": RATE}})
     built = build_sharded(config, ranks, precision_of("fp32"), False)
-    optimizer, rows = build_optimizer(config, built.sharded), ROWS[ranks.rank :: ranks.num_ranks]
+    (optimizer, _), rows = build_optimizer(config, built.sharded), ROWS[ranks.rank :: ranks.num_ranks]
     with built.sharded.microbatch(True):
         (built.loss_model(rows[:, :-1], rows[:, 1:]) * FACTOR).backward()
     shards = built.sharded.shards()

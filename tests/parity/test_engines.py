@@ -74,8 +74,11 @@ def one_case(ranks: Ranks, engine: str, dtype: torch.dtype, case: tuple[Any, ...
     return worst
 
 
+FEW = [(True, True, False, 3), (False, False, False, 1), (False, False, True, 3)]
+
+
 def all_cases(ranks: Ranks, engine: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, float]:
-    cases = itertools.product((True, False), (False, True), (False, True), (1, 3))
+    cases = FEW if options else itertools.product((True, False), (False, True), (False, True), (1, 3))
     return {str(case): one_case(ranks, engine, dtype, case, options) for case in cases}
 
 
@@ -91,11 +94,14 @@ def test_gradients_equal_one_unsharded_process(num_ranks: int, engine: str, dtyp
         assert found and not {case: worst for case, worst in found.items() if worst > TOLERANCE[dtype]}
 
 
-@pytest.mark.parametrize("strategy", ["keep", "replicate"])
-@pytest.mark.parametrize("reduce_each", [False, True])
-def test_other_strategies_of_the_simple_engine(strategy: str, reduce_each: bool) -> None:
+WAYS = [("simple", way, each) for way in ("keep", "replicate") for each in (False, True)]
+WAYS += [("torch", "keep", False), ("torch", "keep", True), ("torch", "full", True), ("simple", "full", True)]
+
+
+@pytest.mark.parametrize(("engine", "strategy", "reduce_each"), WAYS)
+def test_other_strategies(engine: str, strategy: str, reduce_each: bool) -> None:
     options = {"strategy": strategy, "reduce_each": reduce_each}
-    for found in pool(3).run(all_cases, "simple", torch.float64, options):
+    for found in pool(3).run(all_cases, engine, torch.float64, options):
         assert not {case: worst for case, worst in found.items() if worst > 1e-12}
 
 
@@ -103,11 +109,10 @@ def hybrid_cases(ranks: Ranks, engine: str) -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    cases = [(True, False, False, 1), (False, True, False, 3), (False, False, True, 3)]
-    return {str(case): one_case(ranks, engine, torch.float64, case, {"mesh": mesh}) for case in cases}
+    return {str(case): one_case(ranks, engine, torch.float64, case, {"mesh": mesh}) for case in FEW}
 
 
-@pytest.mark.parametrize("engine", ["simple"])
+@pytest.mark.parametrize("engine", ["simple", "torch"])
 def test_shard_inside_and_replicate_across(engine: str) -> None:
     """HSDP on 2 x 2 ranks."""
     for found in pool(4).run(hybrid_cases, engine):
@@ -180,14 +185,23 @@ def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], int, int]:
     buffers = sharded._pool.buffers
     limit = sum(buffer.flat.numel() * 4 for buffer in buffers)
     assert len(buffers) == 5  # three for the blocks in turn, one for the embedding, one for norm + head
-    happened = [f"{what} {unit}" for _, what, unit, _ in sharded.events]
-    return happened, [held for *_, held in sharded.events], limit, sum(buffer.held_bytes for buffer in buffers)
+    happened = [f"{event['what']} {event['unit']}" for event in sharded.events]
+    return (
+        happened,
+        [event["held_bytes"] for event in sharded.events],
+        limit,
+        sum(buffer.held_bytes for buffer in buffers),
+    )
 
 
 def test_each_collective_happens_as_often_as_it_should() -> None:
     for happened, held, limit, left in pool(2).run(events_of_a_step):
         for block in range(4):
-            assert happened.count(f"gather blocks.{block}") <= 2
-            assert happened.count(f"reduce blocks.{block}") == happened.count(f"reduced blocks.{block}") == 1
+            assert happened.count(f"gather blocks.{block}") == happened.count(f"free blocks.{block}") == 2
+            assert happened.count(f"reduce blocks.{block}") == happened.count(f"reduce end blocks.{block}") == 1
+        for block in (0, 1, 2):  # prefetched while the block before it computes, in both directions
+            assert happened.index(f"gather blocks.{block + 1}") < happened.index(f"forward blocks.{block}")
+            last = len(happened) - 1 - happened[::-1].index(f"gather blocks.{block}")
+            assert last < happened.index(f"backward blocks.{block + 1}")
         assert happened.count("reduce embedding") == happened.count("reduce norm + head") == 1
         assert max(held) <= limit and left == 0

@@ -22,9 +22,9 @@ IDS = torch.arange(8, 20)[None]
 
 def stored_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, weights and moments, whole."""
-    from fullshard.checkpoint.ranges import RangeReader
+    from fullshard.checkpoint.ranges import OwnCheckpoint
 
-    reader = RangeReader(checkpoint_path(run, step))
+    reader = OwnCheckpoint(checkpoint_path(run, step))
     return {f"{stored.kind} {stored.name}": reader.read(stored.name, stored.kind) for stored in reader.manifest.tensors}
 
 

@@ -29,7 +29,7 @@ def train(ranks, run: str, config: dict, micro_batch: list, recompute=False, stu
     """A run on resident ranks; returns what the log said. ``poison``: NaN in the loss of that step."""
     import torch
 
-    from fullshard.train import held_out, loop, metrics
+    from fullshard.train import loop, loss, metrics
 
     said: list[str] = []
     patch = pytest.MonkeyPatch()
@@ -40,7 +40,7 @@ def train(ranks, run: str, config: dict, micro_batch: list, recompute=False, stu
 
     def spoiled(model, batch, device):
         calls["steps"] += 1
-        return held_out.batch_loss(model, batch, device) * (float("nan") if calls["steps"] == poison + 1 else 1)
+        return loss.batch_loss(model, batch, device) * (float("nan") if calls["steps"] == poison + 1 else 1)
 
     if poison:
         patch.setattr(loop, "batch_loss", spoiled)  # call 1 is the trial step
@@ -197,7 +197,7 @@ def test_an_adapter_that_took_part_without_a_gradient_is_an_error():
         for layer in run:
             layers[layer](torch.ones(1, 2))
         gradients = [torch.full((4,), values.get(name, 0.0)) for name in names]
-        shards = [Shard(n, (2, 2), 0, 4, torch.ones(4), g, True) for n, g in zip(names, gradients, strict=True)]
+        shards = [Shard(n, (2, 2), 0, 4, torch.ones(4), g, True, False) for n, g in zip(names, gradients, strict=True)]
         return reach.report(shards, alone)
 
     both = {names[1]: 1.0, names[3]: 1.0}

@@ -20,8 +20,8 @@ from fullshard.data.prepared import open_prepared, prepare
 from fullshard.errors import DataError
 from fullshard.evaluate import evaluate_run
 from fullshard.infer.generate import generate_text, load_for_inference, prompt_tokens
-from fullshard.infer.model_folder import stop_ids
 from fullshard.merge.job import merge_run
+from fullshard.model.load import stop_ids
 from fullshard.run_folder import CONFIG, DATA, PREPARED, write_json
 
 ENDS_IN_EOS = K2_TEMPLATE.replace("{{ '<|end|>' }}", "{{ '<|end|>' if message['role'] == 'user' else eos_token }}")

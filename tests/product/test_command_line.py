@@ -60,7 +60,7 @@ def test_help_lists_what_exists_and_nothing_else(capsys):
     places = [out.index(f"│ {verb} ") for verb in ("plan", "train", "merge", "chat", "eval", "init", "quickstart")]
     assert places == sorted(places)
     assert out.index(" More ") > places[4]
-    for verb in ("serve", "report", "trace", "verify"):
+    for verb in ("serve", "report", "verify"):
         assert f"│ {verb} " not in out
 
 

@@ -31,7 +31,7 @@ def one_bf16_step(ranks, path: str, engine: str):
 
     config = recipe(path, "lora", engine)
     built = build_sharded(config, ranks, precision_of("bf16"), False)
-    optimizer = build_optimizer(config, built.sharded)
+    optimizer, _ = build_optimizer(config, built.sharded)
     computed = set()
     for name, module in built.loss_model.named_modules():
         if name.endswith(("lora_A.default", "mlp.up_proj")):

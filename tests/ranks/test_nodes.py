@@ -93,7 +93,7 @@ def test_two_nodes_train_as_one(job, monkeypatch):
         assert nodes.wait() == [0, 0], nodes.texts("errors")
         out = nodes.texts("out")
     monkeypatch.chdir(job)
-    prepare_run(load_config("recipe.yaml"), job / "plain", 2, True, "", [])
+    prepare_run(load_config("recipe.yaml", ["output=plain"]), 2, True, "", [])
     pool(2).run(train_run_of_pool, str(job / "plain"))
     assert losses(job / "run") == pytest.approx(losses(job / "plain"), rel=1e-6)
     assert len(losses(job / "run")) == 4

@@ -13,7 +13,7 @@ path), as ``weight`` (fp32 master), ``exp_avg`` and ``exp_avg_sq`` (AdamW moment
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from fullshard.run_folder import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-PROOF = "proof.safetensors"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class FileFacts:
 class Manifest:
     """All that a checkpoint says about itself. Raises CheckpointError unless its pieces cover each tensor once."""
 
+    format: int = field(default=FORMAT, kw_only=True)
     step: int
     method: str  # full | lora
     base_model: str  # absolute path of the base model's folder
@@ -76,10 +76,6 @@ class Manifest:
                 position = piece.stop
             if position != (size := math.prod(stored.shape)):
                 raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value, as ``read_manifest`` reads it."""
-        return {"format": FORMAT, **asdict(self)}
 
 
 def read_manifest(folder: Path) -> Manifest:

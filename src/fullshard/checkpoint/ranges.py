@@ -1,7 +1,8 @@
 """Saving and loading: each rank writes and reads its own ranges; a folder gets its name only when it is whole."""
 
 import shutil
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,24 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import (
-    MANIFEST,
-    PROOF,
-    FileFacts,
-    Manifest,
-    Piece,
-    StoredTensor,
-    hash_file,
-    read_manifest,
-)
+from fullshard.checkpoint.format import MANIFEST, FileFacts, Manifest, Piece, StoredTensor, hash_file, read_manifest
 from fullshard.errors import Blame, CheckpointError
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
-from fullshard.shard import ShardedModel
+from fullshard.shard import Shard, ShardedModel
 
+Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
+PROOF = "proof.safetensors"
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save_checkpoint(
-    run: Path, step: int, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks,
+    run: Path, step: int, sharded: ShardedModel, moments: Moments, ranks: Ranks,
     facts: dict[str, Any], proof: dict[str, torch.Tensor], keep_last: int,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``moments``:
-    (parameter, moment) -> local flat tensor. ``facts``: the manifest's method, base_model, trainer."""
+    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``facts``:
+    the manifest's method, base_model, trainer."""
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")
     written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")
@@ -43,7 +37,13 @@ def save_checkpoint(
             temporary.mkdir(parents=True)
     ranks.barrier()
     part = f"part_{ranks.rank:05d}.safetensors"
-    tensors, described = _local_ranges(sharded, moments, ranks, part)
+    tensors: dict[str, torch.Tensor] = {}
+    described = []  # what they are, each of one piece
+    for name, kind, shard, value in _trained_ranges(sharded, moments):
+        if not shard.is_copy:
+            tensors[key := f"{kind}/{name}"] = value.to("cpu").contiguous()
+            piece = Piece(part, key, shard.start, shard.stop)
+            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
     parts = {part: tensors} if tensors else {}
     if ranks.is_first:
         parts[PROOF] = {name: value.contiguous() for name, value in proof.items()}
@@ -64,10 +64,9 @@ def save_checkpoint(
             before = joined.get((piece.name, piece.kind))
             joined[piece.name, piece.kind] = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
         all_files = {name: value for _, files in gathered for name, value in files.items()}
-        tensors, base = tuple(joined.values()), facts["base_model"]
-        manifest = Manifest(step, facts["method"], base, tensors, all_files, facts["trainer"])
+        manifest = Manifest(step=step, tensors=tuple(joined.values()), files=all_files, **facts)
         with written:
-            write_json(temporary / MANIFEST, manifest.to_json())
+            write_json(temporary / MANIFEST, asdict(manifest))
             sync_path(temporary)
         publish_folder(temporary, final)
         for _, path in list_checkpoints(run)[:-keep_last]:
@@ -76,30 +75,18 @@ def save_checkpoint(
     return final
 
 
-def _local_ranges(
-    sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor], ranks: Ranks, file: str
-) -> tuple[dict[str, torch.Tensor], list[StoredTensor]]:
-    """This rank's tensors by key, and what they are, each of one piece. Replicated ones: rank 0 only."""
-    tensors: dict[str, torch.Tensor] = {}
-    described = []
+def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[str, str, Shard, torch.Tensor]]:
+    """(stored name, kind, shard, its flat values) of all that this rank holds of the trained tensors."""
     for shard in sharded.shards():
-        if not shard.trainable or shard.start == shard.stop:
-            continue
-        if sharded.replicas(shard.name) > 1 and not ranks.is_first:
-            continue
-        name = stored_name(shard.name)
-        kinds = {"weight": shard.value}
-        kinds |= {moment: value for (owner, moment), value in moments.items() if owner == shard.name}
-        for kind, value in kinds.items():
-            key = f"{kind}/{name}"
-            tensors[key] = value.to("cpu").contiguous()
-            piece = Piece(file, key, shard.start, shard.stop)
-            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
-    return tensors, described
+        if shard.trainable and shard.start < shard.stop:
+            name, owned = stored_name(shard.name), {"weight": shard.value}
+            owned |= {moment: value for (owner, moment), value in moments.items() if owner == shard.name}
+            yield from ((name, kind, shard, value) for kind, value in owned.items())
 
 
-class RangeReader:
-    """Ranges of the stored tensors of one checkpoint folder. Memory maps: only what is asked for is read."""
+class OwnCheckpoint:
+    """One checkpoint folder: ranges of its stored tensors (memory maps: only what is asked for is read), its trained
+    ``weights``, and the proof that lies beside them."""
 
     def __init__(self, folder: Path) -> None:
         """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
@@ -107,6 +94,7 @@ class RangeReader:
         self.manifest = read_manifest(folder)
         self._handles: dict[str, Any] = {}
         self._stored = {(stored.name, stored.kind): stored for stored in self.manifest.tensors}
+        self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
@@ -131,15 +119,6 @@ class RangeReader:
                 self._handles[name] = safe_open(self.folder / name, framework="pt")
         return self._handles[name]
 
-
-class OwnCheckpoint(RangeReader):
-    """The trained weights of one checkpoint folder, and the proof that lies beside them."""
-
-    def __init__(self, folder: Path) -> None:
-        """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
-        super().__init__(folder)
-        self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
-
     def whole(self, name: str) -> torch.Tensor:
         """The whole weight ``name`` in its full shape, in its stored dtype (fp32)."""
         return self.read(name).reshape(self.weights[name].shape)
@@ -158,15 +137,9 @@ class OwnCheckpoint(RangeReader):
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, sharded: ShardedModel, moments: dict[tuple[str, str], torch.Tensor]) -> Manifest:
+def load_checkpoint(folder: Path, sharded: ShardedModel, moments: Moments) -> Manifest:
     """Copy weights and moments of a checkpoint into this rank's shards, bit for bit. Returns the manifest."""
-    reader = RangeReader(folder)
-    for shard in sharded.shards():
-        if not shard.trainable or shard.start == shard.stop:
-            continue
-        name = stored_name(shard.name)
-        shard.value.copy_(reader.read(name, "weight", shard.start, shard.stop))
-        for (owner, moment), value in moments.items():
-            if owner == shard.name:
-                value.copy_(reader.read(name, moment, shard.start, shard.stop))
-    return reader.manifest
+    checkpoint = OwnCheckpoint(folder)
+    for name, kind, shard, value in _trained_ranges(sharded, moments):
+        value.copy_(checkpoint.read(name, kind, shard.start, shard.stop))
+    return checkpoint.manifest

@@ -1,16 +1,15 @@
 """Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
-A chat template is rendered once for each sequence of roles, with place-holders for the contents; other rows of these
-roles are that text with their contents put in. The mask's borders are learnt from the first row, as distances to a
-content's borders. Rows for which that could differ (see ``_is_plain``) go the slow way (``Renderer``), against which
-the first rows of each sequence of roles and every 200th are checked; at the first difference it is given up for these
-roles."""
+A chat template is rendered once for each sequence of roles, with place-holders for the contents. Added tokens (of which
+no content may hold one) cut the text into segments that a tokenizer takes one by one; those that hold a content are
+tokenised for each row, all other ids and marks are the first row's. Rows for which that could differ (see
+``_is_plain``) go the slow way (``Renderer``), against which the first rows of each sequence of roles and every 200th
+are checked; at the first difference it is given up for these roles."""
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 from fullshard.data.chat import Rendered, Renderer
@@ -22,15 +21,25 @@ CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 
 
+@dataclass(frozen=True)
+class _Segment:
+    """What stands between two added tokens: ``before``, a content, ``after``. Its ids are ``head``, then the content's,
+    all with the mark ``supervised``, then ``tail``."""
+
+    before: str
+    after: str
+    head: list[int]
+    tail: list[int]
+    supervised: bool
+
+
 @dataclass
 class _Pattern:
-    """How rows of one sequence of roles are written. ``literals``: the text around contents, one more than contents.
-    ``runs`` and ``stops``: borders as (anchor, distance); anchors are the text's start, each content's start and end in
-    order, and the text's end."""
+    """How rows of one sequence of roles are written: a segment for each message, and what all rows have around the
+    contents (one more; with heads and tails, ``stops`` counted from its own first id)."""
 
-    literals: list[str]
-    runs: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
-    stops: list[tuple[int, int]] = field(default_factory=list)
+    segments: list[_Segment]
+    constants: list[Rendered]
     seen: int = 0
 
 
@@ -43,6 +52,7 @@ class BatchRenderer:
         tokenizer = renderer.tokenizer
         added = tokenizer.added_tokens_decoder.values()
         constants = _constants(tokenizer.get_chat_template()) if tokenizer.chat_template else set()
+        self._added = set(tokenizer.added_tokens_decoder)
         self.plain = False  # whether the row just rendered needed no second look
         self._known = _any_of(constants | {token.content for token in added})
         self._special = _any_of({token.content for token in added if token.special})
@@ -51,17 +61,16 @@ class BatchRenderer:
         """Each row with its training rows, in order; ``plain``: which way it went. A DataError names the row."""
         source = iter(rows)
         while batch := list(islice(source, BATCH_ROWS)):
-            prepared = [self._prepare(row) for row in batch]
-            texts = [text for _, text, _ in filter(None, prepared)]
-            encode = self._renderer.tokenizer.backend_tokenizer.encode_batch if texts else lambda *_, **__: ()
-            encodings = iter(encode(texts, add_special_tokens=False))
-            for row, known in zip(batch, prepared, strict=True):
-                self.plain = known is not None
-                if known is None:
+            patterns = [self._pattern_of(row) for row in batch]
+            texts = [text for pair in zip(patterns, batch, strict=True) for text in _texts(*pair)]
+            encodings = iter(self._encode(texts) if texts else ())
+            for row, pattern in zip(batch, patterns, strict=True):
+                filled = _fill(pattern, list(islice(encodings, len(pattern.segments)))) if pattern else None
+                self.plain = filled is not None
+                if pattern is None or filled is None:
                     yield row, self._renderer.row(row)
                     continue
-                pattern, _, anchors = known
-                found = [_mask(pattern, next(encodings), anchors)]
+                found = [filled]
                 pattern.seen += 1
                 if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
                     slow = self._renderer.row(row)
@@ -71,19 +80,23 @@ class BatchRenderer:
                         found = slow
                 yield row, found
 
-    def _prepare(self, row: Row) -> tuple[_Pattern, str, list[int]] | None:
+    def _encode(self, texts: list[str]) -> list[Any]:
+        return self._renderer.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+    def _pattern_of(self, row: Row) -> _Pattern | None:
         if row.messages is None or row.tools or not self._is_plain(row.messages):
             return None
         roles = _roles(row)
         if roles not in self._patterns:
             self._patterns[roles] = self._learn(row)
-        pattern = self._patterns[roles]
-        return None if pattern is None else (pattern, *_fill(pattern, row))
+        return self._patterns[roles]
 
     def _is_plain(self, messages: list[dict[str, Any]]) -> bool:
-        contents = [message["content"] for message in messages if len(message) == 2]
-        said = all(isinstance(text, str) and text and text == text.strip() for text in contents)
-        return said and len(contents) == len(messages) and not any(map(self._known.search, contents))
+        for message in messages:
+            text = message["content"]
+            if len(message) != 2 or not text or text[0].isspace() or text[-1].isspace() or self._known.search(text):
+                return False
+        return True
 
     def writes_special(self, row: Row) -> bool:
         """Whether a text, or a message that is not the assistant's, writes out a special token."""
@@ -105,24 +118,33 @@ class BatchRenderer:
             literals.append(literal)
             if not found or message["content"] in rest:
                 return None
-        pattern = _Pattern([*literals, rest])
-        text, anchors = _fill(pattern, row)
+        pieces = [literals[0]]
+        for message, literal in zip(row.messages, [*literals[1:], rest], strict=True):
+            pieces += [message["content"], literal]
+        text, borders = "".join(pieces), list(accumulate(map(len, pieces)))
         encoded = self._renderer.encode(text)
         if text != self._renderer.text(row.messages) or encoded.ids != slow.ids:
             return None
-
-        def behind(place: int) -> tuple[int, int]:
-            before = bisect_right(anchors, place) - 1
-            return before, place - anchors[before]
-
-        size = len(slow.ids)
-        changes = [i for i in range(1, size) if slow.supervised[i] != slow.supervised[i - 1]]
-        for start, stop in pairwise([0, *changes, size]):
-            if start < stop and slow.supervised[start]:
-                first = encoded.offsets[start][0]
-                after = bisect_left(anchors, first)
-                pattern.runs.append(((after, first - anchors[after]), behind(encoded.offsets[stop - 1][1])))
-        pattern.stops += [behind(encoded.offsets[stop][0]) for stop in slow.stops]
+        pattern, done = _Pattern([], []), 0
+        added = [-1, *(place for place, number in enumerate(slow.ids) if number in self._added), len(slow.ids)]
+        for start, end in zip(borders[::2], borders[1::2], strict=False):
+            inside = [place for place, (low, high) in enumerate(encoded.offsets) if high > start and low < end]
+            if not inside:
+                return None
+            first, last = inside[0], inside[-1]
+            before, behind = max(i for i in added if i < first), min(i for i in added if i >= first)
+            low = encoded.offsets[before][1] if before >= 0 else 0
+            high = encoded.offsets[behind][0] if behind < len(slow.ids) else len(text)
+            marks, alone = set(slow.supervised[first : last + 1]), done <= before + 1 and last < behind
+            if not alone or len(marks) > 1 or set(slow.stops) & set(inside) or not low <= start < end <= high:
+                return None
+            if self._encode([text[low:high]])[0].ids != slow.ids[before + 1 : behind]:
+                return None
+            head, tail = slow.ids[before + 1 : first], slow.ids[last + 1 : behind]
+            pattern.segments.append(_Segment(text[low:start], text[end:high], head, tail, marks.pop()))
+            pattern.constants.append(_part(slow, done, first))
+            done = last + 1
+        pattern.constants.append(_part(slow, done, len(slow.ids)))
         return pattern
 
 
@@ -130,29 +152,34 @@ def _roles(row: Row) -> tuple[str, ...]:
     return tuple(message["role"] for message in row.messages or ())
 
 
-def _fill(pattern: _Pattern, row: Row) -> tuple[str, list[int]]:
-    pieces = [pattern.literals[0]]
-    for message, literal in zip(row.messages or (), pattern.literals[1:], strict=True):
-        pieces += [message["content"], literal]
-    return "".join(pieces), list(accumulate(map(len, pieces), initial=0))
+def _part(whole: Rendered, start: int, end: int) -> Rendered:
+    stops = [stop - start for stop in whole.stops if start <= stop < end]
+    return Rendered(whole.ids[start:end], whole.supervised[start:end], stops)
 
 
-def _mask(pattern: _Pattern, encoding: Any, anchors: list[int]) -> Rendered:
-    ids = list(encoding.ids)
-    supervised = [False] * len(ids)
+def _texts(pattern: _Pattern | None, row: Row) -> list[str]:
+    """What is to be tokenised of a row."""
+    if pattern is None or row.messages is None:
+        return []
+    pairs = zip(pattern.segments, row.messages, strict=True)
+    return [segment.before + message["content"] + segment.after for segment, message in pairs]
 
-    def token_at(border: tuple[int, int]) -> int:
-        """The first token that begins at the border or later."""
-        place = anchors[border[0]] + border[1]
-        for position in range(place, anchors[-1]):
-            token = encoding.char_to_token(position)
-            if token is not None:
-                return token if encoding.token_to_chars(token)[0] >= place else token + 1
-        return len(ids)
 
-    for start, stop in ((token_at(first), token_at(last)) for first, last in pattern.runs):
-        supervised[start:stop] = [True] * (stop - start)
-    return Rendered(ids, supervised, [token_at(border) for border in pattern.stops])
+def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:
+    """The row of these segments; None where a content's tokens reach into the text around it."""
+    first = pattern.constants[0]
+    ids, supervised, stops = first.ids.copy(), first.supervised.copy(), first.stops.copy()
+    for segment, encoding, constant in zip(pattern.segments, encodings, pattern.constants[1:], strict=True):
+        found = encoding.ids
+        start, end = len(segment.head), len(found) - len(segment.tail)
+        if end <= start or found[:start] != segment.head or found[end:] != segment.tail:
+            return None
+        ids += found[start:end]
+        supervised += [segment.supervised] * (end - start)
+        stops += [len(ids) + stop for stop in constant.stops]
+        ids += constant.ids
+        supervised += constant.supervised
+    return Rendered(ids, supervised, stops)
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:

@@ -36,7 +36,9 @@ def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
     try:
         for split, row in rows:
             chunk.append((split, row))
-            size += sum(len(message["content"] or "") for message in row.messages or ()) + len(row.text or "")
+            size += len(row.text or "")
+            for message in row.messages or ():
+                size += len(message["content"] or "")
             if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
                 yield chunk
                 chunk, size = [], 0
@@ -60,7 +62,8 @@ class ChunkRenderer:
         try:
             rendered = self._renderer.render(row for _, row in chunk)
             for (split, _), (row, training_rows) in zip(chunk, rendered, strict=True):
-                self._take(parts.setdefault(split, Part()), row, training_rows)
+                part = parts.get(split) or parts.setdefault(split, Part())  # a new one for each row would cost
+                self._take(part, row, training_rows)
             for part in parts.values():
                 part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, part.book.tokens)
         except UserError as error:
@@ -103,7 +106,9 @@ class ChunkRenderer:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
         book.measure(length, row.origin)
-        ids, supervised = rendered.ids[:limit], rendered.supervised[:limit]
+        ids, supervised = rendered.ids, rendered.supervised
+        if length > limit:
+            ids, supervised = ids[:limit], supervised[:limit]
         num_supervised = supervised.count(True)
         targets = num_supervised - supervised[0] if ids else 0
         if not targets or (length > limit and self._data.too_long != "cut"):
@@ -131,7 +136,9 @@ class ChunkRenderer:
         book.tokens += len(ids)
         book.supervised_tokens += num_supervised
         book.targets += targets
-        book.stops.update(ids[stop] for stop in rendered.stops if stop < len(ids))
+        for stop in rendered.stops:
+            if stop < len(ids):
+                book.stops[ids[stop]] += 1
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
         part.supervised.extend(supervised)

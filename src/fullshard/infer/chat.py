@@ -11,7 +11,8 @@ from rich.markup import escape
 from transformers import TextStreamer
 
 from fullshard.errors import UserError
-from fullshard.infer.generate import Answerer, check_length, generation_settings, load_for_inference, prompt_tokens
+from fullshard.infer import generate
+from fullshard.infer.generate import Answerer
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
@@ -31,24 +32,19 @@ class ConsoleStreamer(TextStreamer):
 
 
 def start_chat(
-    model: str | Path | Answerer,
-    system: str | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    template_arguments: dict[str, Any] | None = None,
-    reader: TextIO | None = None,
-    writer: TextIO | None = None,
-) -> int:
+    model: str | Path | Answerer, system: str | None = None, max_new_tokens: int = 256, temperature: float = 0.0,
+    template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None, writer: TextIO | None = None,
+) -> int:  # fmt: skip
     """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
     template completes each by itself. ``template_arguments``: default those of the merged run. Raises UserError where
     the model cannot be loaded or the settings do not fit it."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False, style="dim")
-    answerer = load_for_inference(model, template_arguments)
+    answerer = generate.load_for_inference(model, template_arguments)
     if not answerer.has_template:
-        prompt_tokens(answerer, "", system)  # refuses a system message
+        generate.prompt_tokens(answerer, "", system)  # refuses a system message
     console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
-    settings = generation_settings(answerer, max_new_tokens, temperature, 1.0)
+    settings = generate.generation_settings(answerer, max_new_tokens, temperature, 1.0)
     messages: list[dict[str, str]] = []
     num_answers = 0
     with torch.random.fork_rng([]):
@@ -88,19 +84,15 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
 def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
     """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
     prompt = messages if answerer.has_template else messages[-1]["content"]
-    ids = prompt_tokens(answerer, prompt, system)
+    ids = generate.prompt_tokens(answerer, prompt, system)
     settings = copy(settings)
     if answerer.max_positions is not None:
         settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))
     most = settings.max_new_tokens
-    check_length(answerer, len(ids), most, "The conversation")
+    generate.check_length(answerer, len(ids), most, "The conversation")
     streamer = ConsoleStreamer(answerer.tokenizer, out)
-    input_ids = torch.tensor([ids], device=answerer.model.device)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "streamer": streamer}
     try:
-        with torch.inference_mode():
-            output = answerer.model.generate(**inputs, generation_config=settings)
-        if output.shape[1] - len(ids) == most and output[0, -1].item() not in answerer.stop_ids:
+        if len(generate.generate_batch(answerer, [ids], settings, streamer=streamer)[0]) == most:
             out.write(f" [cut after {most} tokens]")
     except KeyboardInterrupt:
         out.write(" [stopped]")

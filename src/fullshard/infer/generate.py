@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 from fullshard.data.chat import Message, Renderer, choose_pad_id
 from fullshard.device import select_device
 from fullshard.errors import ConfigError
-from fullshard.infer.model_folder import read_merge_facts, stop_ids, union_of_ids
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import load_plain
+from fullshard.model.load import MERGE_FACTS, load_plain, stop_ids, union_of_ids
+from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
 
@@ -61,18 +61,15 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
     if template_arguments is None:
-        template_arguments = read_merge_facts(folder).get("settings", {}).get("template_arguments") or {}
+        made = read_json(folder / MERGE_FACTS, optional=True)
+        template_arguments = made.get("settings", {}).get("template_arguments") or {}
     return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
 
 
 def generate_text(
-    model: str | Path | Answerer,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int = 64,
-    system: str | None = None,
-    template_arguments: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[str]:
+    model: str | Path | Answerer, prompts: Sequence[Prompt], max_new_tokens: int = 64, system: str | None = None,
+    template_arguments: dict[str, Any] | None = None, **options: Any,
+) -> list[str]:  # fmt: skip
     """The answers to ``prompts``, in order, without special tokens. ``system``: for prompts that have none.
     ``template_arguments``: default those of the merged run. ``options``: of ``generate_ids``. Raises ConfigError for
     settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
@@ -102,15 +99,9 @@ def prompt_tokens(
 
 
 def generate_ids(
-    answerer: Answerer,
-    prompt_ids: Sequence[Sequence[int]],
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
-    batch_size: int = 16,
-    top_p: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[list[int]]:
+    answerer: Answerer, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0,
+    seed: int = 0, batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:  # fmt: skip
     """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature`` 0 is
     greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``progress``:
     called with (done, in all)."""
@@ -127,7 +118,7 @@ def generate_ids(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            answers |= zip(chosen, _generate_batch(answerer, batch, settings), strict=True)
+            answers |= zip(chosen, generate_batch(answerer, batch, settings), strict=True)
             if progress:
                 progress(len(answers), len(by_length))
     return [answers[index] for index in range(len(prompt_ids))]
@@ -161,10 +152,14 @@ def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: fl
 
 
 @torch.inference_mode()
-def _generate_batch(answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig) -> list[list[int]]:
+def generate_batch(
+    answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig, **options: Any
+) -> list[list[int]]:
+    """The new ids of each answer, cut before its stop id. ``options``: of transformers' ``generate``."""
     longest, device = max(map(len, batch)), answerer.model.device
     rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
     masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
     inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
-    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings)
+    options |= {"input_ids": inputs_BS, "attention_mask": mask_BS, "generation_config": settings}
+    output = answerer.model.generate(**options)
     return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]

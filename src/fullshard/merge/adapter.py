@@ -37,46 +37,33 @@ class ModelNames:
             known = {key: adapter[key] for key in ("rank", "alpha", "targets", "variant") if key in adapter}
             inject_adapters(model, LoraSection(**known))
             self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
-            self.adapter_shapes = {
-                stored_name(name): tuple(value.shape) for name, value in model.named_parameters() if is_adapter(name)
-            }
-
-    def is_tied(self, name: str) -> bool:
-        """Whether the parameter is shared by two modules."""
-        return name in self.weights.aliases
+            added = ((name, value) for name, value in model.named_parameters() if is_adapter(name))
+            self.adapter_shapes = {stored_name(name): tuple(value.shape) for name, value in added}
 
 
 @dataclass(frozen=True)
 class Adapter:
     """The update of one weight, fp32: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``; stacked experts
-    have one dimension more in front. ``row_factor`` (rows, 1), ``column_factor`` (columns,) multiply the sum (DoRA)."""
+    have one dimension more in front. ``factor`` (rows, 1) or (1, columns) multiplies the sum (DoRA)."""
 
     left: torch.Tensor
     right: torch.Tensor
     scale: float
-    row_factor: torch.Tensor | None = None
-    column_factor: torch.Tensor | None = None
+    has_moved: bool  # from its start, B A = 0
+    factor: torch.Tensor | None = None
 
     def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
         """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, ...) in the base's dtype."""
         rows = slice(first_row, first_row + weight_rows.shape[0])
         right = self.right[rows] if self.right.dim() == 3 else self.right
         folded = weight_rows.float() + self.scale * (self.left[rows] @ right)
-        if self.row_factor is not None:
-            folded *= self.row_factor[rows]
-        return folded if self.column_factor is None else folded * self.column_factor
+        if self.factor is not None:
+            folded *= self.factor[rows] if len(self.factor) > 1 else self.factor
+        return folded
 
 
-@dataclass(frozen=True)
-class AdapterSet:
-    """All adapters of a checkpoint by the parameter they change, and how many have moved from their start (B A = 0)."""
-
-    by_parameter: dict[str, Adapter]
-    num_moved: int
-
-
-def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
-    """Read every adapter. MergeError where one does not fit the base, there is none, or none has moved."""
+def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Adapter]:
+    """Adapters by the parameter they change. MergeError where one does not fit, there is none, or none moved."""
     rank = checkpoint.manifest.trainer["adapter"]["rank"]
     found = [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]
     if not found:
@@ -93,24 +80,22 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> AdapterSet:
         present = next((name for name in found if name.partition(".lora_")[0] == module), None)
         problem = f"{present} has no partner {absent[0]}" if present else f"{absent[0]} is missing"
         raise MergeError(f"{problem} ({len(absent)} such tensors).", "Use another step.")
-    adapters, num_moved = {}, 0
+    adapters = {}
     for module, place in names.places.items():
-        if names.is_tied(place.parameter):
+        if place.parameter in names.weights.aliases:
             adapted = f"{module} adapts {place.parameter.removesuffix('.weight')}"
             message = f"{adapted}, whose weight the embedding and the head share; folding would change both."
             raise MergeError(message, "Train again without this target.")
-        adapter, moved = _read_one(module, place, checkpoint, names)
-        num_moved += moved
-        adapters[names.canonical[place.parameter]] = adapter
-    if not num_moved:
+        adapters[names.canonical[place.parameter]] = _read_one(module, place, checkpoint, names)
+    if not any(adapter.has_moved for adapter in adapters.values()):
         zero = f"all {len(adapters)} B matrices of step {checkpoint.manifest.step} are zero"
         message = f"The adapter never moved: {zero}, so the result would be the base model."
         raise MergeError(message, "Look at the loss and the learning rate in metrics.jsonl, then train again.")
-    return AdapterSet(adapters, num_moved)
+    return adapters
 
 
-def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names: ModelNames) -> tuple[Adapter, bool]:
-    """One adapter and whether its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
+def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names: ModelNames) -> Adapter:
+    """One adapter; it has moved where its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
     suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
     down, up = (checkpoint.whole(f"{module}.lora_{suffix}").float() for suffix in suffixes)
     moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
@@ -121,11 +106,10 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names
     left, right = up, down
     if place.layout not in ("linear", "experts"):
         left, right = down.transpose(-2, -1), up.transpose(-2, -1)
-    adapter = Adapter(left, right, place.scale)
+    adapter = Adapter(left, right, place.scale, moved)
     if not place.has_magnitude:
-        return adapter, moved
+        return adapter
     magnitude = checkpoint.whole(f"{module}.lora_magnitude_vector").float()
     whole = adapter.fold(names.weights.read_whole(place.parameter), 0)
-    if place.layout == "conv1d":
-        return replace(adapter, column_factor=magnitude / whole.norm(dim=0)), moved
-    return replace(adapter, row_factor=(magnitude / whole.norm(dim=1))[:, None]), moved
+    over = 0 if place.layout == "conv1d" else 1
+    return replace(adapter, factor=(magnitude / whole.norm(dim=over)).unsqueeze(over))

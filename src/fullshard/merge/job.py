@@ -1,7 +1,7 @@
 """The merge: run folder -> an ordinary Hugging Face folder, proven before it is published."""
 
-import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,11 @@ from fullshard.checkpoint.format import hash_file, verify_checkpoint
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import MergeError
-from fullshard.infer.model_folder import MERGE_FACTS
-from fullshard.merge.adapter import AdapterSet, ModelNames, read_adapters
-from fullshard.merge.outputs import ExactWeights, plan_outputs
-from fullshard.merge.proof import Comparison, Proof, prove
+from fullshard.merge.adapter import Adapter, ModelNames, read_adapters
+from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
-from fullshard.merge.writer import SHARD_BYTES, dtype_name, write_weights
+from fullshard.merge.writer import SHARD_BYTES, ExactWeights, plan_outputs, write_weights
+from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, require_run, sync_path, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +58,14 @@ def merge_run(
     checkpoint = OwnCheckpoint(folder)
     manifest, trainer = checkpoint.manifest, checkpoint.manifest.trainer
     base, is_lora = Path(manifest.base_model), manifest.method == "lora"
-    _check_output(output, base, overwrite)
+    if output.resolve() in (base.resolve(), *base.resolve().parents):
+        raise MergeError(f"{output} is where the base model lies.", "Choose another folder with --output.")
+    if output.exists() or output.is_symlink():
+        other = "choose another with --output."
+        if not overwrite:
+            raise MergeError(f"{output} exists already.", f"Replace it with --overwrite, or {other}")
+        if not (output / MERGE_FACTS).is_file():
+            raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", other.capitalize())
     if not base.is_dir():
         raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
     tokens, logits = checkpoint.proof()
@@ -73,7 +79,7 @@ def merge_run(
     adapters = read_adapters(checkpoint, names) if is_lora else None
     exact = ExactWeights(names, checkpoint, adapters)
     outputs = plan_outputs(names, exact, DTYPES[dtype] if dtype else None)
-    num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), dtype_name(main_dtype(outputs))
+    num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
     with _published(output, num_bytes) as unfinished:
         say("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
@@ -87,27 +93,26 @@ def merge_run(
         say("proving")
         plan = read_json(run / run_folder.PLAN, optional=True)
         precision = trainer.get("precision") or plan.get("precision") or "fp32"  # in which training computed
-        proof = prove(unfinished, outputs, names, exact, tokens, logits, precision)
-        notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in proof.ignored_names]
+        stored, unrounded, ignored = prove(unfinished, outputs, names, exact, tokens, logits, precision)
+        notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in ignored]
         if not any(name.startswith("tokenizer") for name in copied):
             notes.append("the base has no tokenizer files; none copied")
         name = run.resolve().name if output.name == run_folder.MERGED else output.name
-        write_card(base, unfinished, name, manifest, stored_dtype, proof.stored.line)
-        record = _record(run, checkpoint, base, proof, adapters) | {"dtype": stored_dtype, "notes": notes}
+        write_card(base, unfinished, name, manifest, stored_dtype, stored.line)
+        record = _record(run, checkpoint, base, adapters) | {"dtype": stored_dtype, "notes": notes}
+        record |= {"proof": asdict(stored), "proof_unrounded": asdict(unrounded)}
         record["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, record)
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
     if adapters:
-        moved = f"{adapters.num_moved} of {len(adapters.by_parameter)} have moved (B A is not zero)"
+        moved = f"{record['adapters_moved']} of {len(adapters)} have moved (B A is not zero)"
         notes.insert(0, f"adapters: {moved}")
-    lines = (*notes, proof.stored.line, published)
-    return MergeResult(output, step, proof.stored.line, lines, proof.stored, time.monotonic() - started)
+    lines = (*notes, stored.line, published)
+    return MergeResult(output, step, stored.line, lines, stored, time.monotonic() - started)
 
 
-def _record(
-    run: Path, checkpoint: OwnCheckpoint, base: Path, proof: Proof, adapters: AdapterSet | None
-) -> dict[str, Any]:
-    """What merge.json says of inputs and proof, and how the run read its rows: answers and eval read them the same."""
+def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str, Adapter] | None) -> dict[str, Any]:
+    """What merge.json says of the inputs, and how the run read its rows: answers and eval read them the same."""
     manifest, data = checkpoint.manifest, read_json(run / run_folder.CONFIG).get("data") or {}
     settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
     return {
@@ -115,42 +120,30 @@ def _record(
         "base_model": str(base), "base_name": base_name(base),
         "checkpoint_blake2b": {name: facts.blake2b for name, facts in manifest.files.items()},
         "base_blake2b": {path.name: hash_file(path) for path in sorted(base.glob("*.safetensors"))},
-        "adapters": len(adapters.by_parameter) if adapters else None,
-        "adapters_moved": adapters.num_moved if adapters else None,
-        "proof": asdict(proof.stored), "proof_unrounded": asdict(proof.unrounded),
+        "adapters": len(adapters) if adapters else None,
+        "adapters_moved": sum(adapter.has_moved for adapter in adapters.values()) if adapters else None,
         "settings": {name: data[name] for name in settings if data.get(name) is not None},
     }  # fmt: skip
-
-
-def _check_output(output: Path, base: Path, overwrite: bool) -> None:
-    if output.resolve() == base.resolve() or output.resolve() in base.resolve().parents:
-        raise MergeError(f"{output} is where the base model lies.", "Choose another folder with --output.")
-    if not output.exists() and not output.is_symlink():
-        return
-    if not overwrite:
-        raise MergeError(f"{output} exists already.", "Replace it with --overwrite, or choose another with --output.")
-    if not (output / MERGE_FACTS).is_file():
-        raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", "Choose another with --output.")
 
 
 @contextmanager
 def _published(output: Path, num_bytes: int) -> Iterator[Path]:
     """A temporary folder beside ``output``: takes its place when the block ends well, vanishes when it does not."""
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.unfinished")
+    room = {"prefix": f".{output.name}.", "dir": output.parent, "ignore_cleanup_errors": True}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        free = shutil.disk_usage(unfinished).free
-        if free < num_bytes:
-            room = f"{output.parent} has {free / 1e9:.2f} GB free"
-            message = f"The merged model needs {num_bytes / 1e9:.2f} GB; {room}."
-            raise MergeError(message, "Choose a folder on another disk with --output.")
-        yield unfinished
-        for path in [*unfinished.rglob("*"), unfinished]:
-            sync_path(path)
-        publish_folder(unfinished, output)
+        with tempfile.TemporaryDirectory(**room) as temporary:
+            unfinished = Path(temporary) / output.name
+            unfinished.mkdir()
+            free = shutil.disk_usage(unfinished).free
+            if free < num_bytes:
+                message = (
+                    f"The merged model needs {num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free."
+                )
+                raise MergeError(message, "Choose a folder on another disk with --output.")
+            yield unfinished
+            for path in [*unfinished.rglob("*"), unfinished]:
+                sync_path(path)
+            publish_folder(unfinished, output)
     except OSError as error:
         raise MergeError(f"{output} cannot be written: {error}.", "Choose another with --output.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -17,8 +17,7 @@ import torch
 
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, ModelNames
-from fullshard.merge.outputs import ExactWeights
-from fullshard.merge.writer import OutputTensor
+from fullshard.merge.writer import ExactWeights, OutputTensor
 
 FP32_RELATIVE = 1e-3
 LOW_PRECISION_RELATIVE = 0.1
@@ -44,15 +43,6 @@ class Comparison:
         difference = f"largest logit difference {self.max_difference:.2g} ({self.relative:.2%} of the range)"
         same = f"same top token at {self.same_top} of {self.num_positions} positions"
         return f"proof: {difference}, {same}, mean KL {self.mean_kl:.1e}"
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The outcome of a proof that held."""
-
-    stored: Comparison  # the folder as published
-    unrounded: Comparison  # the same with exact fp32 weights; equal to ``stored`` where nothing was rounded
-    ignored_names: tuple[str, ...]  # tensors that the base's files hold too and transformers ignores
 
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
@@ -82,9 +72,10 @@ def is_close(comparison: Comparison, low_precision: bool) -> bool:
 def prove(
     folder: Path, outputs: list[OutputTensor], names: ModelNames, exact: ExactWeights, tokens: torch.Tensor,
     reference: torch.Tensor, compute: str,
-) -> Proof:  # fmt: skip
+) -> tuple[Comparison, Comparison, tuple[str, ...]]:  # fmt: skip
     """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` ("fp32",
-    "bf16", "fp16"). MergeError where weights lack or are too many, or it is not the training state."""
+    "bf16", "fp16"). Returns how the folder as published compares, how exact fp32 weights do, and the tensors that the
+    files hold and transformers ignores. MergeError where weights lack or are too many, or it is another state."""
     model, ignored = _open(folder, set(names.weights.ignored))
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
@@ -99,7 +90,7 @@ def prove(
     if rounded and not is_close(stored, low_precision=True):
         message = f"Rounding the weights for storage changes the answers too much. {stored.line}."
         raise MergeError(message, "Merge in full precision: fullshard merge RUN --dtype fp32")
-    return Proof(stored, unrounded, ignored)
+    return stored, unrounded, ignored
 
 
 def _open(folder: Path, unmapped: set[str]) -> tuple[Any, tuple[str, ...]]:

@@ -15,44 +15,38 @@ from huggingface_hub.repocard import metadata_load
 
 from fullshard.checkpoint.format import Manifest
 from fullshard.data.chat import load_tokenizer
-from fullshard.infer.model_folder import GENERATION_CONFIG, mended, read_generation_config, union_of_ids
 from fullshard.merge.writer import OutputTensor
-from fullshard.model.load import SIDE_FILES
+from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, union_of_ids
 from fullshard.run_folder import read_json, write_json
 
 
-def main_dtype(outputs: list[OutputTensor]) -> torch.dtype:
-    """The floating-point dtype that most weights are stored in; what config.json names."""
+def main_dtype(outputs: list[OutputTensor]) -> str:
+    """The floating-point dtype that most weights are stored in, as config.json names it: float32, bfloat16."""
     count: Counter[torch.dtype] = Counter()
     for output in outputs:
         count[output.dtype] += math.prod(output.shape) if output.dtype.is_floating_point else 0
-    return count.most_common(1)[0][0]
+    return str(count.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
     """Copy tokenizer files, chat templates and licence texts byte for byte; return their names."""
-    copied = []
-    for pattern in SIDE_FILES:
-        for path in sorted(base.glob(pattern)):
-            name = path.relative_to(base).as_posix()
-            if path.is_file() and name not in copied:
-                (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, folder / name)
-                copied.append(name)
-    return copied
+    found = (path for pattern in SIDE_FILES for path in sorted(base.glob(pattern)) if path.is_file())
+    names = list(dict.fromkeys(path.relative_to(base).as_posix() for path in found))
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(base / name, folder / name)
+    return names
 
 
-def write_configs(
-    base: Path, folder: Path, dtype: str, trained_stop_ids: Iterable[int], vocabulary_size: int
-) -> list[str]:
+def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
     """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
     config = read_json(base / "config.json")
-    generation = read_generation_config(base)
+    generation = read_json(base / GENERATION_CONFIG, optional=True)
     if not generation:
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
     base_ids = (generation.get("eos_token_id"), config.get("eos_token_id"))
-    ids = union_of_ids(*base_ids, trained_stop_ids, end_id)
+    ids = union_of_ids(*base_ids, trained_ids, end_id)
     generation, notes = mended(generation)
     for values in (config, generation):
         if ids:

@@ -1,17 +1,21 @@
-"""Write safetensors files as a stream: 8 bytes of header length, a JSON header padded to a multiple of 8, then each
-tensor in blocks. Wider dtypes come first, so that each tensor starts at a multiple of its element size."""
+"""Where the values of each tensor of a merged folder come from (copied, trained or folded), and safetensors files as a
+stream: 8 bytes of header length, a JSON header padded to a multiple of 8, then each tensor in blocks. Wider dtypes come
+first, so that each tensor starts at a multiple of its element size."""
 
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError
+from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames
 from fullshard.model.load import INDEX
 
 SHARD_BYTES = 4 * 10**9
@@ -21,6 +25,7 @@ SAFETENSORS_DTYPES = {
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
 }
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,78 @@ class OutputTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json names it: float32, bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     """Row ranges [start, stop) of at most BLOCK_ELEMENTS elements (at least one row) that cover a tensor."""
     num_rows = shape[0] if shape else 1
     rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     return ((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
+
+
+class ExactWeights:
+    """The exact value of every parameter after training: trained in fp32, folded in fp32, or the base's own."""
+
+    def __init__(self, names: ModelNames, checkpoint: OwnCheckpoint, adapters: dict[str, Adapter] | None) -> None:
+        """``adapters``: None for a full fine-tuning, which must hold all parameters. Raises MergeError where a trained
+        tensor has no place in the base or another shape. ``changed``: the parameters whose exact value is then fp32."""
+        self._names, self._checkpoint, self._folded, is_full = names, checkpoint, adapters or {}, adapters is None
+        self._trained = {name for name in checkpoint.weights if is_full or ".lora_" not in name}
+        for name in sorted(self._trained):
+            found, shape = checkpoint.weights[name].shape, names.weights.shapes.get(name)
+            if names.canonical.get(name) != name or found != shape:
+                expected = f"it has shape {shape} there" if name in names.canonical else "it has no such parameter"
+                raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
+        changed = self._trained | self._folded.keys()
+        self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
+        wanted = [name for name in names.canonical.values() if name not in names.frozen]
+        if is_full and (absent := [name for name in wanted if name not in self._trained]):
+            lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
+            raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """The flattened exact values in order, a block of rows at a time."""
+        canonical = self._names.canonical.get(name, name)
+        shape = self._names.weights.shapes[name]
+        row_size = math.prod(shape[1:])
+        for first, last in row_blocks(shape):
+            start, stop = first * row_size, last * row_size
+            if canonical in self._trained:
+                yield self._checkpoint.read(canonical, start=start, stop=stop)
+                continue
+            rows = self._names.weights.read(name, start, stop)
+            if canonical in self._folded:
+                rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
+            yield rows
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole exact parameter in its shape."""
+        return torch.cat(list(self.blocks(name))).view(self._names.weights.shapes[name])
+
+
+def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
+    """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is that of floats."""
+    weights, files = names.weights, names.weights.files
+    outputs = []
+    for name in files.names():
+        if files.dtype(name) not in TORCH_DTYPES:
+            raise MergeError(f"{name} of the base has dtype {files.dtype(name)}, which cannot be copied.", "")
+        base_dtype = TORCH_DTYPES[files.dtype(name)]
+        stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
+        parameters = weights.parameters_of(name)
+        changed = not exact.changed.isdisjoint(parameters)
+        shape, blocks = files.shape(name), partial(_copied_blocks, names, name)
+        if parameters and not weights.is_converted(name):
+            shape = weights.shapes[parameters[0]]  # grown where tokens were added
+            blocks = partial(exact.blocks, parameters[0])
+        elif changed:
+            blocks = partial(lambda name: iter([weights.restore(name, exact.whole).reshape(-1)]), name)
+        outputs.append(OutputTensor(name, shape, stored_dtype, blocks, torch.float32 if changed else base_dtype))
+    return outputs
+
+
+def _copied_blocks(names: ModelNames, name: str) -> Iterator[torch.Tensor]:
+    shape = names.weights.files.shape(name)
+    for start, stop in row_blocks(shape):
+        yield names.weights.files.read(name, *((start, stop) if shape else ())).reshape(-1)
 
 
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
@@ -81,7 +148,8 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             for block in tensor.blocks():
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
-                    message = f"{tensor.name} holds values that are not finite in {dtype_name(tensor.dtype)}."
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    message = f"{tensor.name} holds values that are not finite in {dtype}."
                     raise MergeError(message, "Merge another step, or with --dtype fp32.")
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

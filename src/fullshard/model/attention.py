@@ -38,7 +38,13 @@ def attend(
     plain = softcap is None and s_aux is None
     kernel = varlen_attention(query_BHSD.device, query_BHSD.dtype) if plain and not dropout else None
     if kernel is not None:
-        return _by_kernel(kernel, query_BHSD, key_BHSD, value_BHSD, scaling, sliding_window, documents), None
+        # all documents in one call of torch's kernel, which takes tokens end to end: (B S, H, D)
+        lengths = [length for row in documents.lengths for length in row]
+        borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()
+        tokens = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHSD, key_BHSD, value_BHSD)]
+        window, longest = (-1 if sliding_window is None else sliding_window - 1, 0), max(lengths)
+        out = kernel(*tokens, borders, borders, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
+        return out.unflatten(0, (batch, -1)), None
     rows = []
     for row, lengths in enumerate(documents.lengths):
         # split, not slices: its backward joins the pieces once instead of adding each to a whole of zeros
@@ -83,19 +89,6 @@ def _eager(
         scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
     weights = functional.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., :length]
     return functional.dropout(weights, dropout) @ value
-
-
-def _by_kernel(
-    kernel: Any, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, scaling: float | None,
-    sliding_window: int | None, documents: Documents,
-) -> torch.Tensor:  # fmt: skip
-    """All documents in one call of torch's variable-length kernel, which takes tokens end to end: (B S, H, D)."""
-    lengths = [length for row in documents.lengths for length in row]
-    borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()
-    tokens = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHSD, key_BHSD, value_BHSD)]
-    window, longest = (-1 if sliding_window is None else sliding_window - 1, 0), max(lengths)
-    out = kernel(*tokens, borders, borders, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
-    return out.unflatten(0, (query_BHSD.shape[0], -1))
 
 
 AttentionInterface.register(BY_DOCUMENT, attend)

@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 from fullshard.config import RunConfig
 from fullshard.errors import ModelError, without_secrets
-from fullshard.model.load import INDEX, SIDE_FILES, check_model_folder, weight_names
+from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
-WAYS = """Other ways:
-     a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
-     ModelScope:  pip install 'fullshard[modelscope]', then model.source=modelscope in the recipe
-     your folder: model.path=FOLDER (config.json, tokenizer files, *.safetensors)"""
+WAYS = FACTS["other_ways"]
 
 
 class _Hub(NamedTuple):
@@ -55,7 +52,14 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
     try:
         folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
-        problem = _unfit(hub.sizes(model_id, revision), missing, folder) if missing else None
+        sizes, problem = hub.sizes(model_id, revision) if missing else {}, None
+        absent = [name for name in missing if name not in sizes]
+        needed, free = sum(sizes.get(name, 0) for name in missing), shutil.disk_usage(folder).free
+        if absent:
+            problem = f"it has no {absent[0]}, and only safetensors weights are read"
+        elif needed > free:
+            room = f"but the disk of {folder} has {free / 1e9:,.1f} GB free; HF_HOME (or MODELSCOPE_CACHE)"
+            problem = f"{needed / 1e9:,.1f} GB of weights are to come, {room} names another place"
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
@@ -66,18 +70,6 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
         asked = f"{model_id}, revision {revision}," if revision else model_id
         raise ModelError(f"{asked} could not be fetched from {hub.address}: {problem}.", WAYS)
     return folder
-
-
-def _unfit(sizes: dict[str, int], missing: list[str], folder: Path) -> str | None:
-    """Why the missing weight files cannot be downloaded: not on the hub, or no room on the disk of ``folder``."""
-    absent = [name for name in missing if name not in sizes]
-    if absent:
-        return f"it has no {absent[0]}, and only safetensors weights are read"
-    needed, free = sum(sizes[name] for name in missing), shutil.disk_usage(folder).free
-    if needed <= free:
-        return None
-    room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
-    return f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place"
 
 
 def _reason(error: Exception) -> str:

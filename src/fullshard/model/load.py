@@ -1,14 +1,18 @@
-"""Model folders: what is in them, transformers' own classes on the meta device, ranges of rows of safetensors files."""
+"""Model folders: what is in them, transformers' own classes on the meta device, ranges of rows of safetensors files;
+where answers stop, and generation configs, of which transformers refuses to save some that it reads."""
 
 import hashlib
 import json
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from safetensors import safe_open
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from fullshard.data.chat import load_tokenizer
@@ -16,24 +20,21 @@ from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError
 from fullshard.model.attention import BY_DOCUMENT
 from fullshard.model.names import base_name
+from fullshard.run_folder import read_json
 
 if TYPE_CHECKING:
     from fullshard.model.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SIDE_FILES = (  # tokenizer, chat templates and licence: what is fetched and what a merged folder takes over
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
-    *("vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "processor_config.json"),
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
-)
+FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
+GENERATION_CONFIG = "generation_config.json"
+MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
+SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAMS_ONLY = ("early_stopping", "length_penalty")
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
-REFUSED_FAMILIES = {  # by transformers' model_type, as tried with tiny models on transformers 5.24
-    "rwkv": "its forward changes tensors in place, so that backward fails",
-    "falcon_h1": "its mup_vector buffers are in no file and not made by the model's own initialisation",
-    "minimax": "its linear attention's fp32 buffers do not mix with bf16 weights",
-    "phimoe": "its router draws random numbers in training, so that the loss depends on the number of ranks",
-}
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
@@ -114,18 +115,6 @@ def read_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(folder)
 
 
-def _refuse_untrainable(config: Any, path: str | Path) -> None:
-    family, quantised = config.model_type, getattr(config, "quantization_config", None)
-    if family in REFUSED_FAMILIES:
-        raise ModelError(f"{family} models are refused: {REFUSED_FAMILIES[family]}.", "What works: docs/models.md")
-    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
-        raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
-        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
-
-
 def attention_for(config: Any, packing: bool = False) -> str:
     """What to ask of transformers: the device's, "eager" for families without it; ``packing``: ours, if it can be."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -145,7 +134,15 @@ def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) 
 
 def build_from_config(config: Any, path: str | Path, packing: bool = False) -> nn.Module:
     """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
-    _refuse_untrainable(config, path)
+    family, quantised = config.model_type, getattr(config, "quantization_config", None)
+    if family in REFUSED_FAMILIES:
+        raise ModelError(f"{family} models are refused: {REFUSED_FAMILIES[family]}.", "What works: docs/models.md")
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
+        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
     attention = attention_for(config, packing)
     with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -160,16 +157,14 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
-def load_buffers(model: nn.Module, weights: "WeightMap") -> int:
-    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN. Returns their number."""
-    buffers = dict(model.named_buffers())
-    for name, buffer in buffers.items():
+def load_buffers(model: nn.Module, weights: "WeightMap") -> None:
+    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
+    for name, buffer in model.named_buffers():
         if weights.has(plain := base_name(name)):
             buffer.copy_(weights.read(plain).view(buffer.shape))
         if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
             message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
             raise ModelError(message, "This family cannot be loaded sharded yet.")
-    return len(buffers)
 
 
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
@@ -184,3 +179,54 @@ def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn
         message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
         raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
     return model.eval(), load_tokenizer(folder)
+
+
+def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
+    """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
+    return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
+
+
+def stop_ids(folder: Path) -> list[int]:
+    """Ids that end an answer: those of the generation config, else those of config.json; possibly none."""
+    from_generation = union_of_ids(read_json(folder / GENERATION_CONFIG, optional=True).get("eos_token_id"))
+    return from_generation or union_of_ids(read_json(folder / "config.json").get("eos_token_id"))
+
+
+def check_generation_config(folder: Path) -> list[str]:
+    """What ``mended`` would change in this folder's generation config, one line each; empty where it is fine."""
+    return mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]
+
+
+def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
+    settings, which had no effect; what still is refused is reduced to its token ids."""
+    result, notes = dict(values), []
+    if _problem(values) is None:
+        return result, notes
+    idle = dict.fromkeys(() if result.get("do_sample") else SAMPLING_ONLY, "greedy, do_sample is off")
+    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else BEAMS_ONLY, "one beam")
+    for key, kind in idle.items():
+        alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
+        if key in result and _problem(alone):
+            without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
+            notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
+    if (problem := _problem(result)) is not None:
+        dropped = [key for key in result if key not in TOKEN_KEYS]
+        result = {key: result[key] for key in TOKEN_KEYS if key in result}
+        notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
+    return result, notes
+
+
+def _problem(values: dict[str, Any]) -> str | None:
+    """Why transformers would refuse to save ``values``, or None."""
+    logger = logging.getLogger("transformers.generation.configuration_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        GenerationConfig.from_dict(values).validate(strict=True)
+    except (ValueError, TypeError) as error:
+        lines = [line.strip("- ") for line in str(error).splitlines() if line.strip()]
+        return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+    finally:
+        logger.setLevel(level)
+    return None

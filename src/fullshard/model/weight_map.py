@@ -48,8 +48,14 @@ class WeightMap:
         self._groups: dict[str, _Group] = {}  # by file tensor
         self.ignored: list[str] = []  # file tensors that the model has no place for
         self._outputs: dict[str, _Group] = {}  # by parameter
-        self.aliases = _aliases(model)  # parameter -> all names of the same parameter, for tied ones
-        self._grown = _vocabulary_tensors(model) if new_ids else set()
+        names_of: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(parameter, []).append(name)
+        # parameter -> all names of the same parameter, for tied ones
+        self.aliases = {name: tuple(names) for names in names_of.values() if len(names) > 1 for name in names}
+        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()) if new_ids else ())
+        vocabulary = [parameter for module in owners for parameter in module.parameters(recurse=False)]
+        self._grown = {name for parameter in vocabulary for name in names_of[parameter]}
         self._match(model, [entry for entry in conversions if isinstance(entry, WeightConverter)])
         self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
         self._restored: dict[str, dict[str, torch.Tensor]] = {}
@@ -62,7 +68,11 @@ class WeightMap:
         name = self._source_name(name)
         group = self._outputs[name]
         if group.converter is not None:
-            return self._converted(group)[name].reshape(-1)[start:stop]
+            if self._converted_group[0] != group.target:
+                self._converted_group = ("", {})  # let go of the last one first
+                made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
+                self._converted_group = (group.target, made)
+            return self._converted_group[1][name].reshape(-1)[start:stop]
         file_name = group.sources[0][1]
         shape = self.files.shape(file_name)
         if not shape:
@@ -164,13 +174,6 @@ class WeightMap:
         pairs = zip(originals, renamed_back, strict=True)
         return {name: plain[stored.removeprefix(prefix)] for name, stored in pairs}
 
-    def _converted(self, group: _Group) -> dict[str, torch.Tensor]:
-        if self._converted_group[0] != group.target:
-            self._converted_group = ("", {})  # let go of the last one first
-            made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
-            self._converted_group = (group.target, made)
-        return self._converted_group[1]
-
     def _source_name(self, name: str) -> str:
         return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)
 
@@ -221,16 +224,3 @@ class WeightMap:
 
 def _single(made: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    by_identity: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), []).append(name)
-    return {name: tuple(names) for names in by_identity.values() if len(names) > 1 for name in names}
-
-
-def _vocabulary_tensors(model: nn.Module) -> set[str]:
-    owners = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    wanted = {id(parameter) for module in owners for parameter in module.parameters(recurse=False)}
-    return {name for name, value in model.named_parameters(remove_duplicate=False) if id(value) in wanted}

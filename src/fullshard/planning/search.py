@@ -52,6 +52,7 @@ class Choice:
     job: Job
     micro_batch: tuple[int, str]
     moments: dict[str, int]
+    reduce_each: bool  # after each micro-batch, so that no whole gradients are kept
 
     @property
     def peak_bytes(self) -> int:
@@ -80,6 +81,11 @@ def make_plan(
     num_ranks = count or ranks or default_ranks()
     if ranks not in (None, num_ranks):
         raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
+    if num_ranks % config.train.replicas:
+        message = f"train.replicas={config.train.replicas} does not divide {num_ranks} ranks."
+        raise PlanError(
+            message, f"Take one of {', '.join(str(n) for n in range(1, num_ranks + 1) if not num_ranks % n)}."
+        )
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
@@ -147,17 +153,21 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     lengths = np.minimum(facts.volume.lengths, limit)
     first = windows(lengths, train.seed, 0, parse_quantity(train.global_batch))[:3]
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
-    for recompute, micro_batch in itertools.product(recomputes, _micro_batches(config, num_ranks, facts)):
+    ways = itertools.product((False, True), recomputes, _micro_batches(config, num_ranks, facts))
+    for reduce_each, recompute, micro_batch in ways:
         count, unit = micro_batch
+        accumulates = any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first)
+        if reduce_each and not accumulates:
+            continue
         job = Job(
             method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, recompute=recompute,
             precision=choose_precision(config, facts.machine), on_cpu=facts.machine.kind == "cpu",
             micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
-            accumulates=any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first),
+            accumulates=accumulates and not reduce_each, gathers_all=train.sharding != "full", replicas=train.replicas,
             adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
             adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
         )  # fmt: skip
-        yield Choice(job, micro_batch, moment_peaks(facts.shape, job))
+        yield Choice(job, micro_batch, moment_peaks(facts.shape, job), reduce_each)
 
 
 def longest_row(config: RunConfig, facts: Facts) -> int:
@@ -206,14 +216,6 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, 
     return [change for makes_sense, change in changes if makes_sense]
 
 
-def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    for key, value in changes.items():
-        section, _, name = key.rpartition(".")
-        update = {section: getattr(config, section).model_copy(update={name: value})} if section else {name: value}
-        config = config.model_copy(update=update)
-    return config
-
-
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     machine, singles = facts.machine, _changes(config, num_ranks, facts)
     ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
@@ -225,9 +227,15 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         if len(fitting) == 3:
             break
         words = [ranks_word.format(new) if key == "ranks" else f"{key}={new}" for key, new in changes.items()]
-        settings, ranks = dict(changes), changes.get("ranks", num_ranks)
-        settings.pop("ranks", None)
-        peak, allowed = choose(_apply(config, settings), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        changed, ranks = config, changes.get("ranks", num_ranks)
+        for key, value in changes.items():
+            section, _, name = key.rpartition(".")
+            if key != "ranks":
+                inner = (
+                    {section: getattr(changed, section).model_copy(update={name: value})} if section else {name: value}
+                )
+                changed = changed.model_copy(update=inner)
+        peak, allowed = choose(changed, ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         if peak <= allowed:
             text = " ".join(words).replace("=None", "=null")
             fitting[f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)"] = changes
@@ -251,7 +259,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
-        micro_batch=choice.micro_batch, recompute=job.recompute,
+        micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
         lines=tuple(memory_lines(facts.shape, job)), moments=choice.moments,
         peak_bytes=choice.peak_bytes, usable_bytes=machine.usable_bytes(num_ranks),
         rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
@@ -279,6 +287,8 @@ def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
         yield f"{job.precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
     if on_cpu and job.precision == "fp16":
         yield "fp16 on a CPU is for correctness: slow, and its time is planned at the rate of bf16"
+    if choice.reduce_each:
+        yield "gradients are reduced after each micro-batch: whole sums over a step would not fit; more traffic"
     if job.recompute and config.train.recompute == "auto":
         yield "activations are recomputed because they would not fit otherwise; a third more work"
     if config.data.max_length > job.longest == facts.shape.max_positions:
@@ -305,12 +315,10 @@ def measure_work(
     area = sum(max(map(area_of, cells)) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
+    supervised = sum(tokens) * scale * volume.supervised_share / num_ranks
     work = StepWork(
-        padded_tokens=area * scale,
-        supervised_tokens=sum(tokens) * scale * volume.supervised_share / num_ranks,
-        mean_length=area / sum(map(len, sampled)) * num_ranks,
-        num_micro_batches=sum(map(len, layouts)) * scale,
-        num_steps=num_steps,
+        padded_tokens=area * scale, supervised_tokens=supervised, mean_length=area / sum(map(len, sampled)) * num_ranks,
+        num_micro_batches=sum(map(len, layouts)) * scale, num_steps=num_steps,
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
-    )
+    )  # fmt: skip
     return work, (len(sampled[0]), tokens[0], len(layouts[0]))

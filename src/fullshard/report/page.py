@@ -3,6 +3,7 @@
 ``page(title, sections, lang)``: a document. A section is a heading and its blocks; ``lang``: en, zh. A block: text or
 ``table(columns, rows)``: integers get separators, other numbers four digits; they stand right ·
 ``bars(values, x_label, y_label)``: a chart (SVG) of {label: value of 0 and more}, each written above its bar ·
+``timeline(ranks, facts, words)``: a chart (SVG) of one step that also stands alone, from report/trace.py ·
 ``marked(heading, pieces)``: a text in pieces (text, bool), of which those with True are coloured and underlined.
 All give Markup; whatever else is handed in is text, and is escaped.
 """
@@ -24,3 +25,4 @@ _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUnde
 _ENVIRONMENT.globals["round_step"] = round_step
 _MACROS = _ENVIRONMENT.get_template("page.html").module
 page, table, bars, marked = _MACROS.page, _MACROS.table, _MACROS.bars, _MACROS.marked
+timeline = _MACROS.timeline

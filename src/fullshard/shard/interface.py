@@ -20,6 +20,7 @@ class Shard:
     value: torch.Tensor  # (stop - start,) in the storage dtype
     gradient: torch.Tensor | None  # (stop - start,) fp32 after the last micro-batch, None before and for frozen ones
     trainable: bool
+    is_copy: bool  # another rank has the same range, and writes it
 
 
 class ShardedModel(Protocol):

@@ -22,12 +22,11 @@ class TorchShardedModel:
 
     def __init__(
         self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,
-        precision: Precision,
+        precision: Precision, strategy: str = "full", reduce_each: bool = False,
     ) -> None:  # fmt: skip
-        self.module = model
-        self._mesh = mesh
-        self._num_ranks = mesh.size()
-        self._rank = mesh.get_local_rank()
+        self.module, self._reduce_each = model, reduce_each
+        self._num_ranks, self._rank = mesh.size(-1), mesh.get_coordinate()[-1]  # among which parameters are cut
+        self._num_replicas, self._replica = mesh.size() // mesh.size(-1), mesh.get_coordinate()[0] * (mesh.ndim - 1)
         self._prefix = getattr(model, "name_prefix", "")
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
         whole = replicated | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -36,8 +35,8 @@ class TorchShardedModel:
         for unit in units:
             # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
             keep = len(unit) > 1
-            modules = unit if keep else unit[0]
-            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep, ignored_params=whole)
+            modules, frees = unit if keep else unit[0], not keep and strategy == "full"
+            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=frees, ignored_params=whole)
             if isinstance(unit[0], nn.Embedding) and not keep:
                 unit[0].set_unshard_in_backward(False)  # its gradient needs no weights
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
@@ -64,13 +63,15 @@ class TorchShardedModel:
             if name not in self._replicated:
                 rows_per_rank = -(-shape[0] // self._num_ranks)
                 start = min(self._rank * rows_per_rank, shape[0]) * math.prod(shape[1:])
-            found.append(Shard(name, shape, start, start + value.numel(), value, gradient, parameter.requires_grad))
+            is_copy = self._replica > 0 or (name in self._replicated and self._rank > 0)
+            stop, trainable = start + value.numel(), parameter.requires_grad
+            found.append(Shard(name, shape, start, stop, value, gradient, trainable, is_copy))
         return found
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around one forward and backward; ``last``: sum the gradients over the ranks."""
-        self.module.set_requires_gradient_sync(last)
+        self.module.set_requires_gradient_sync(last or self._reduce_each)
         yield
         if last:
             self._sum_replicated()
@@ -92,8 +93,8 @@ class TorchShardedModel:
         return [{"params": pairs, "decay": decay} for (decay, _), pairs in groups.items()]
 
     def replicas(self, name: str) -> int:
-        """1 where sharded, the number of ranks where replicated."""
-        return self._num_ranks if name in self._replicated else 1
+        """That of a mesh's replicas (1 without) where sharded, the number of ranks where replicated."""
+        return self._num_replicas * (self._num_ranks if name in self._replicated else 1)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
@@ -101,7 +102,7 @@ class TorchShardedModel:
 
     def _sum_replicated(self) -> None:
         parameters = [p for name, p in self._named_parameters() if name in self._replicated and p.requires_grad]
-        if not parameters or self._num_ranks == 1:
+        if not parameters or dist.get_world_size() == 1:
             return
         # A parameter that this rank did not use still takes part, with zeros: the same collective on every rank.
         for parameter in parameters:
@@ -109,7 +110,7 @@ class TorchShardedModel:
                 parameter.grad = torch.zeros_like(parameter)
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         flat = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._mesh.get_group())
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         parts = flat.split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad.copy_(part.view_as(parameter))

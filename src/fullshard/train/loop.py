@@ -22,9 +22,9 @@ from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import CheckpointError, ConfigError, TrainError
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
-from fullshard.run_folder import METRICS, PREPARED, checkpoint_path, claim_run, read_json, write_json
+from fullshard.run_folder import METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
 from fullshard.train import optimizer as updates
-from fullshard.train.held_out import batch_loss, held_out_loss
+from fullshard.train.loss import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
 from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
@@ -54,9 +54,7 @@ class TrainResult:
         return cls(**{**read_json(run / RESULT), "run": run})
 
 
-def run_rank(
-    run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume_step: int | None, quiet: bool
-) -> None:
+def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool) -> None:
     """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
     set_fast_fp32(False)
     started = time.perf_counter()
@@ -66,10 +64,10 @@ def run_rank(
     lock = claim_run(run) if ranks.is_first else None
     require_trackers(config.train.trackers)
     trackers = config.train.trackers if ranks.is_first else []
-    log = MetricsLog(run / METRICS, len(steps), resume_step or 0, ranks.is_first, quiet, trackers)
+    log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, trackers)
     try:
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
-        first_step = trainer.resume(resume_step) if resume_step else 0
+        first_step = trainer.resume(resume) if resume else 0
         trainer.prove_start()
         first_eval = trainer.evaluate(0) if held_out is not None and not first_step else None
         set_fast_fp32(trainer.precision.fast_fp32)  # what stands before compares products of different shapes
@@ -108,20 +106,19 @@ class Trainer:
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
         new_ids = added_ids(tokenizer, config.model.add_tokens)
-        self.built: Built = build_sharded(config, ranks, self.precision, plan["recompute"], new_ids)
+        self.built: Built = build_sharded(
+            config, ranks, self.precision, plan["recompute"], new_ids, plan.get("reduce_each", False)
+        )
         self.sharded = self.built.sharded
-        self.optimizer = updates.build_optimizer(config, self.sharded)
-        self.moments = updates.optimizer_state(self.optimizer)
+        self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale = LossScale(self.precision.loss_scale)
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         self.planned_bytes = plan.get("moments", {}).get("train")
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
-        log.say(
-            f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained "
-            f"({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}"
-        )
+        size = f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained"
+        log.say(f"{size} ({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}")
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)
@@ -183,10 +180,8 @@ class Trainer:
         num_supervised = int(self.data.supervised[window].sum())
         num_tokens = int(self.data.lengths[window].sum())
         if number == 1:
-            self.log.say(
-                f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {counted(ranks.num_ranks, 'rank')}"
-                f" x {counted(len(layout), 'micro-batch', 'es')}"
-            )
+            spread = f"{counted(ranks.num_ranks, 'rank')} x {counted(len(layout), 'micro-batch', 'es')}"
+            self.log.say(f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {spread}")
         if num_supervised == 0:
             self.scale.skipped += 1
             self.log.say(f"skipped step {number}: nothing in its {counted(len(window), 'row')} is supervised")
@@ -279,12 +274,8 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
-        trainer |= {
-            "position": self._position(step),
-            "precision": self.precision.name,
-            "loss_scale": asdict(self.scale),
-        }
-        trainer["add_tokens"] = self.config.model.add_tokens
+        trainer |= {"position": self._position(step), "precision": self.precision.name}
+        trainer |= {"loss_scale": asdict(self.scale), "add_tokens": self.config.model.add_tokens}
         if self.config.method == "lora":
             trainer["adapter"] = self.config.lora.model_dump(mode="json")
         base, keep_last = str(Path(self.config.model.path).resolve()), self.config.train.keep_last
@@ -298,7 +289,8 @@ class Trainer:
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
         if "loss_scale" in manifest.trainer:  # not in checkpoints of 0.1
             self.scale = LossScale(**manifest.trainer["loss_scale"])
-        updates.set_step_count(self.optimizer, step - self.scale.skipped)
+        for state in self.optimizer.state.values():  # AdamW's own counter, for its bias correction
+            state["step"].fill_(float(step - self.scale.skipped))
         self.last_eval = manifest.trainer.get("last_eval")
         found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
         if found != (wanted := (len(self.steps), self._position(step))):
@@ -320,6 +312,26 @@ class Trainer:
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
         limit, packing = self.config.data.max_length, bool(self.packing)
         return lay_out(window, self.data.lengths, self.ranks.num_ranks, self.micro_batch, packing, limit)
+
+
+def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks) -> None:
+    """Take the first step twice; the run's trace.json: what the simple engine did in the second, ``events`` by rank."""
+    data = open_prepared(run / PREPARED, "train")
+    steps = windows_of_run(data.lengths, config.train)
+    log = MetricsLog(run / METRICS, 1, 0, ranks.is_first, quiet=True)
+    trainer = Trainer(run, config, plan, ranks, data, None, steps, log)
+    epoch, window = next(step for step in steps if data.supervised[step[1]].any())
+    trainer.prove_start()  # says how the loss is computed; here the order of the units is recorded
+    trainer._step(1, epoch, window)  # here the optimizer's state comes to be
+    ranks.barrier()
+    trainer.sharded.events = []
+    trainer._step(1, epoch, window)
+    count, tokens = len(trainer._layout(window)), int(data.lengths[window].sum())
+    facts = {"ranks": ranks.num_ranks, "device": ranks.device.type, "precision": trainer.precision.name}
+    facts |= {"rows": len(window), "tokens": tokens, "micro_batches": count, "units": trainer.sharded.planned(count)}
+    facts["events"] = ranks.gather_objects(trainer.sharded.events)
+    if ranks.is_first:
+        write_json(run / TRACE, facts)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

@@ -1,15 +1,19 @@
-"""The loss of a step, inside the sharding root: fully_shard allows no head outside the root's forward. Shapes: B
-sequences, S positions, N supervised ones, H hidden, V vocabulary."""
+"""The loss of a step, inside the sharding root: fully_shard allows no head outside the root's forward; and that over
+held-out rows. Shapes: B sequences, S positions, N supervised ones, H hidden, V vocabulary."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from fullshard.errors import ConfigError
+from fullshard.data.batches import Batch, make_batch
+from fullshard.data.pack import lay_out
+from fullshard.data.prepared import PreparedData
+from fullshard.errors import ConfigError, DataError
 from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_decoder
 
@@ -41,10 +45,8 @@ class LossModel(nn.Module):
         logits (B, S, V) in fp32. Positions are for packed sequences only. ``own_logits``: the model's own path.
         ``documents``: for models that attend by document. ``real_BS`` (1 on real tokens): what a router loss counts."""
         arguments = {"input_ids": input_ids_BS, "use_cache": False}
-        if position_ids_BS is not None:
-            arguments["position_ids"] = position_ids_BS
-        if documents is not None:
-            arguments["documents"] = documents
+        given = {"position_ids": position_ids_BS, "documents": documents}
+        arguments |= {name: value for name, value in given.items() if value is not None}
         routed = self._router_loss is not None and self.training and labels_BS is not None
         if routed:
             arguments["output_router_logits"] = True
@@ -62,7 +64,10 @@ class LossModel(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         if labels_BS is None:
             return self._finish(head(hidden_BSH))
-        hidden_NH, labels_N = select_supervised(hidden_BSH, labels_BS)
+        chosen = (labels_BS.flatten() != -100).nonzero().flatten()
+        if chosen.numel() == 0:  # the first position then, for the collectives
+            chosen = chosen.new_zeros(1)
+        hidden_NH, labels_N = (whole.flatten(0, 1).index_select(0, chosen) for whole in (hidden_BSH, labels_BS))
         first_CH, *rest = hidden_NH.split(self.chunk_rows)
         # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the
         # other chunks use its plain forward while its weights are gathered.
@@ -155,10 +160,37 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
     return found
 
 
-def select_supervised(hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (N, H) and labels (N,) of the supervised positions; with none the first, for the collectives."""
-    labels = labels_BS.flatten()
-    chosen = (labels != -100).nonzero().flatten()
-    if chosen.numel() == 0:
-        chosen = torch.zeros(1, dtype=torch.long, device=labels.device)
-    return hidden_BSH.flatten(0, 1).index_select(0, chosen), labels.index_select(0, chosen)
+def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
+    packed = bool((batch.document_ids.diff(dim=1).masked_fill(batch.document_ids[:, 1:] < 0, 0) != 0).any())
+    tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
+    documents = None
+    if packed and loss_model.attends_by_document:  # one sequence without any pad
+        real = batch.attention_mask.bool()
+        tensors = [tensor[real][None] for tensor in tensors]
+        documents = Documents([[length for row in batch.lengths for length in row]])
+    input_ids, labels, position_ids, mask = (tensor.to(device) for tensor in tensors)
+    return loss_model(input_ids, labels, position_ids if packed else None, real_BS=mask, documents=documents)
+
+
+def held_out_loss(
+    loss_model: nn.Module, data: PreparedData, micro_batch: tuple[int, str], pad_id: int, device: torch.device,
+    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rows: Sequence[int] | None = None,
+) -> float:  # fmt: skip
+    """Loss per supervised token over ``rows`` (default: all), each row exactly once. A collective call on all ranks."""
+    window = np.arange(len(data)) if rows is None else np.asarray(rows)
+    num_tokens = int(data.supervised[window].sum())
+    if num_tokens == 0:
+        raise DataError("The held-out rows have no supervised token.", "Look at them: fullshard prepare RECIPE")
+    layout = lay_out(window, data.lengths, num_ranks, micro_batch, False, int(data.lengths.max()))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    was_training = loss_model.training
+    loss_model.eval()
+    with torch.no_grad():
+        for micro in layout:
+            total += batch_loss(loss_model, make_batch(data, micro[rank], pad_id), device)
+    loss_model.train(was_training)
+    if sum_over_ranks is not None:
+        total = sum_over_ranks(total)
+    return float(total) / num_tokens

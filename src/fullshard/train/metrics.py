@@ -58,19 +58,14 @@ class MetricsLog:
     ) -> None:
         self._trackers = [TRACKERS[name](path.parent) for name in trackers]
         self._console = Console(quiet=quiet or not active)
-        self._active = active
-        self._num_steps = num_steps
+        self._active, self._num_steps, self._first_step, self._step_seconds = active, num_steps, first_step, 0.0
         self._file = open(path, "a", encoding="utf-8") if active else None  # noqa: SIM115 - closed in close()
         self._bar: Progress | None = None
         if active and not quiet and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
-                TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
+            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
             self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
             self._bar.start()
-        self._step_seconds = 0.0
-        self._first_step = first_step
 
     def say(self, line: str) -> None:
         """Print one line."""

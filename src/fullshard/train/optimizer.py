@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from fullshard.checkpoint.ranges import Moments
 from fullshard.config import RunConfig
 from fullshard.errors import TrainError
 from fullshard.ranks import Ranks
@@ -30,41 +31,22 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warm
     return peak
 
 
-def build_optimizer(config: RunConfig, sharded: ShardedModel) -> torch.optim.Optimizer:
-    """AdamW (fused) or SGD over the engine's stable tensors; weight decay on matrices only."""
-    groups = [
-        {"params": group["params"], "weight_decay": config.train.weight_decay if group["decay"] else 0.0}
-        for group in sharded.optimizer_groups()
-    ]
+def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.optim.Optimizer, Moments]:
+    """AdamW (fused) or SGD over the engine's stable tensors, weight decay on matrices only; and its moments."""
+    decay = config.train.weight_decay
+    groups = [{"params": one["params"], "weight_decay": decay * one["decay"]} for one in sharded.optimizer_groups()]
     if config.train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate)
+        return torch.optim.SGD(groups, lr=config.learning_rate), {}
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
     # The moments exist from the start: the trial step then holds all that a real step holds, and resuming only copies.
+    moments: Moments = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS},
-            }
-    return optimizer
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
-    """(parameter name, moment) -> local flat view of the moment, laid out like the parameter's shard."""
-    return {
-        (name, moment): local_part(optimizer.state[parameter][moment])
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        for moment in MOMENTS
-        if moment in optimizer.state[parameter]
-    }
-
-
-def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set AdamW's own step counter (its bias correction) on every parameter."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(float(step))
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            state = {moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS}
+            moments |= {(name, moment): local_part(value) for moment, value in state.items()}
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **state}
+    return optimizer, moments
 
 
 @torch.no_grad()
@@ -97,14 +79,10 @@ def take_step(optimizer: torch.optim.Optimizer, shards: list[Shard], key: str, p
 
 def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scale: float = 1.0) -> float:
     """Global L2 norm of the gradients, divided in place by ``scale`` first: one on all ranks; NaN if not finite."""
-    for shard in shards:
-        if scale != 1 and shard.gradient is not None:
-            shard.gradient.div_(scale)
-    squares = [
-        shard.gradient.float().square().sum() / sharded.replicas(shard.name)
-        for shard in shards
-        if shard.gradient is not None and shard.gradient.numel()
-    ]
+    held = [shard for shard in shards if shard.gradient is not None and shard.gradient.numel()]
+    for shard in held if scale != 1 else ():
+        shard.gradient.div_(scale)
+    squares = [shard.gradient.float().square().sum() / sharded.replicas(shard.name) for shard in held]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
     total = float(ranks.sum(total))
     return math.sqrt(total) if math.isfinite(total) else math.nan
@@ -125,10 +103,9 @@ def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ran
         scale.update(good=True)
         return ""
     bad = [s.name for s in shards if s.gradient is not None and not bool(torch.isfinite(s.gradient).all())]
+    gathered = enumerate(ranks.gather_objects(bad))
     found = [
-        f"rank {rank}, {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-        for rank, names in enumerate(ranks.gather_objects(bad))
-        if names
+        f"rank {rank}, {some[0]}" + f" and {len(some) - 1} more" * (len(some) > 1) for rank, some in gathered if some
     ]
     problem = f"non-finite gradient ({'; '.join(found)})" if found else f"non-finite loss {loss} or norm {norm}"
     if found and math.isfinite(loss) and scale.update(good=False):

@@ -77,16 +77,6 @@ def set_storage(model: nn.Module, precision: Precision) -> None:
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.compute)
 
 
-def storage_table(rows: list[tuple[str, str, torch.dtype, torch.dtype, bool]], precision: Precision) -> list[str]:
-    """Lines for the log, from (group, dtype in the files, at rest, of compute, trained) of each parameter."""
-    lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
-    for (group, file_dtype, dtype, compute, trained), count in Counter(rows).items():
-        reduced, last = (NAMES[precision.reduce], "yes") if trained else ("-", "frozen")
-        dtypes = f"{file_dtype.lower():5}  {NAMES[dtype]:7}  {NAMES[compute]:7}"
-        lines.append(f"{group:17} {count:7}  {dtypes}  {reduced:6}  {last}")
-    return lines
-
-
 def held_line(causal_lm: nn.Module, shards: list[Any], precision: Precision) -> str:
     """The log's line of what exists of the weights on this rank: at rest, and at most while units are gathered."""
     held: Counter[tuple[str, str]] = Counter()

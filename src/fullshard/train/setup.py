@@ -1,6 +1,7 @@
 """From a config and a plan to a sharded model with its weights loaded, each rank reading only its own ranges."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, shard_model
 from fullshard.train.loss import LossModel
-from fullshard.train.precision import Precision, set_storage, storage_table
+from fullshard.train.precision import NAMES, Precision, set_storage
 
 LOSS_CHECK_TOKENS = 64
 LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the largest logit
@@ -40,9 +41,11 @@ class Built:
 
 
 def build_sharded(
-    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = ()
-) -> Built:
-    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens."""
+    config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = (),
+    reduce_each: bool = False,
+) -> Built:  # fmt: skip
+    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens; ``reduce_each``:
+    of ``shard_model``."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
     fingerprint = files.fingerprint()
@@ -60,10 +63,13 @@ def build_sharded(
     load_buffers(causal_lm, weights)
     loss_model = LossModel(causal_lm, config.train.router_loss)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
-    sharded = shard_model(loss_model, find_units(causal_lm), adapters, ranks.mesh, precision, config.engine)
+    sharded = shard_model(
+        loss_model, find_units(causal_lm), adapters, ranks.mesh_of(config.train.replicas), precision, config.engine,
+        config.train.sharding, reduce_each,
+    )  # fmt: skip
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
-    report = [*_dtype_rows(sharded, weights, precision), check_buffers(causal_lm, ranks)]
+    report = [*_storage_table(sharded, weights, precision), check_buffers(causal_lm, ranks)]
     if config.train.router_loss:
         report += ["router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"]
     report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
@@ -71,25 +77,28 @@ def build_sharded(
     return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report))
 
 
-def _dtype_rows(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
-    rows = []
+def _storage_table(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:
+    """Lines for the log: what dtype each group of parameters has in the files, at rest, in compute and on the wire."""
+    counts: Counter[tuple[str, str, str, str, bool]] = Counter()
     for shard in sharded.shards():
         adapter = is_adapter(shard.name)
         group = "adapters" if adapter else "matrices" if len(shard.full_shape) > 1 else "norms and biases"
-        file_dtype = "-" if adapter else weights.dtype(base_name(shard.name))
+        file_dtype = "-" if adapter else weights.dtype(base_name(shard.name)).lower()
         owner = sharded.module.causal_lm.get_submodule(shard.name.rpartition(".")[0])
         own_dtype = adapter and not hasattr(owner, "follows_input")  # embeddings, experts, DoRA: as PEFT does it
         compute = shard.value.dtype if own_dtype else precision.compute
-        rows.append((group, file_dtype, shard.value.dtype, compute, shard.trainable))
-    return storage_table(rows, precision)
+        counts[group, file_dtype, NAMES[shard.value.dtype], NAMES[compute], shard.trainable] += 1
+    lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
+    for (group, file_dtype, dtype, compute, trained), count in counts.items():
+        reduced, last = (NAMES[precision.reduce], "yes") if trained else ("-", "frozen")
+        lines.append(f"{group:17} {count:7}  {file_dtype:5}  {dtype:7}  {compute:7}  {reduced:6}  {last}")
+    return lines
 
 
 def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
     """Compare every buffer's bytes over the ranks; TrainError names the first that differs. Returns the log's line."""
-    digests = {
-        name: hashlib.blake2b(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-        for name, buffer in model.named_buffers()
-    }
+    flat = {name: buffer.detach().cpu().contiguous().view(-1) for name, buffer in model.named_buffers()}
+    digests = {name: hashlib.blake2b(values.view(torch.uint8).numpy()).hexdigest() for name, values in flat.items()}
     for rank, other in enumerate(ranks.gather_objects(digests)):
         wrong = [name for name, digest in digests.items() if other.get(name) != digest]
         if wrong:
@@ -121,7 +130,7 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
     labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
     model.eval()
     ours = model(input_ids, None)
-    changed = torch.cat([input_ids[:, :-1], input_ids[:, -1:] ^ 1], 1)
+    changed = torch.cat([input_ids[:, :-1], (input_ids[:, -1:] == 0).long()], 1)
     ahead = (model(changed, None) - ours)[:, :-1].abs().max() if input_ids.shape[1] > 1 else torch.zeros(())
     own = model(input_ids, None, own_logits=True)
     loss, own_loss = float(model(input_ids, labels)), float(model(input_ids, labels, own_logits=True))
@@ -199,11 +208,8 @@ class GradientReach:
     def __init__(self, causal_lm: nn.Module) -> None:
         owners = {_owner(name) for name, _ in causal_lm.named_parameters() if is_adapter(name)}
         self._used: set[str] = set()
-        self._hooks = [
-            module.register_forward_hook(lambda *_, name=name: self._used.add(name))
-            for name, module in causal_lm.named_modules()
-            if name in owners
-        ]
+        adapted = [(name, module) for name, module in causal_lm.named_modules() if name in owners]
+        self._hooks = [one.register_forward_hook(lambda *_, name=name: self._used.add(name)) for name, one in adapted]
 
     def report(self, shards: list[Shard], ranks: Ranks) -> str:
         """The log's line after the first backward; TrainError where a used adapter (A or B) got nothing. Collective."""

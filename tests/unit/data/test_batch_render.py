@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chat_structures import CHATML, CONTROL, GEMMA, LLAMA31, LONGER, QWEN3, QWEN25, turns
 from tiny_models import K2_TEMPLATE, WORDS, make_tokenizer
 
 from fullshard.data.batch_render import BatchRenderer
@@ -78,3 +79,18 @@ def test_most_rows_take_the_fast_way(tmp_path, monkeypatch):
     assert [row.origin for row, _ in found] == [row.origin for row in rows]
     assert len(calls) == 1 + 8 + 12
     assert all(training_rows == slow(row.messages) for row, training_rows in found[::100])
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31, GEMMA])
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_rows_of_these_structures_need_no_rendering_each(tmp_path, template, loss_on, monkeypatch):
+    """40 rows: the first teaches, 8 are checked."""
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path, chat_template=template, vocabulary=LONGER))
+    tokenizer.add_special_tokens({"additional_special_tokens": CONTROL}, replace_extra_special_tokens=False)
+    renderer, calls = Renderer(tokenizer, loss_on), []
+    slow = renderer.chat
+    monkeypatch.setattr(renderer, "chat", lambda *given: calls.append(1) or slow(*given))
+    said = [turns(f"red {colour}", "green blue"[: 5 + i % 6].strip()) for i, colour in enumerate(["sun", "moon"] * 20)]
+    found = list(BatchRenderer(renderer).render([Row(f"a:{i}", messages) for i, messages in enumerate(said)]))
+    assert [rows for _, rows in found] == [slow(messages) for messages in said]
+    assert len(calls) == 1 + 8

@@ -395,6 +395,7 @@ def test_train_goes_on_with_an_interrupted_preparation(k1_folder, tmp_path, monk
     from fullshard.launch import prepare_run
 
     config, run = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 1200)), tmp_path / "run"
+    config = config.model_copy(update={"output": str(run)})
     append = prepared._Split.append
 
     def interrupted(self, part):
@@ -404,13 +405,13 @@ def test_train_goes_on_with_an_interrupted_preparation(k1_folder, tmp_path, monk
 
     monkeypatch.setattr(prepared._Split, "append", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        prepare_run(config, run, 1, True, "", [])
+        prepare_run(config, 1, True, "", [])
     assert [path.name for path in run.iterdir()] == [".prepared.partial"]
     taken = []
     monkeypatch.setattr(
         prepared._Split, "append", lambda self, part: taken.append(part.book.rows) or append(self, part)
     )
-    prepare_run(config, run, 1, True, "", [])
+    prepare_run(config, 1, True, "", [])
     assert taken == [500, 200]  # the first chunk was done
     assert json.loads((run / "data.json").read_text())["train"]["used"] == 1200
     assert not (run / ".prepared.partial").exists()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import MANIFEST, PROOF, Manifest, Piece, StoredTensor, hash_file
+from fullshard.checkpoint.format import MANIFEST, Manifest, Piece, StoredTensor, hash_file
+from fullshard.checkpoint.ranges import PROOF
 from fullshard.run_folder import CONFIG, DATA, checkpoint_path, write_json
 
 PROOF_TOKENS = 16
@@ -52,7 +54,7 @@ def write_run(
     trainer = {"adapter": adapter} if adapter else {}
     if precision:
         trainer["precision"] = precision
-    write_json(folder / MANIFEST, Manifest(step, method, str(base), tuple(stored), {}, trainer).to_json())
+    write_json(folder / MANIFEST, asdict(Manifest(step, method, str(base), tuple(stored), {}, trainer)))
     rehash(folder)
     config = {"model": {"path": str(base)}, "data": {"train": "x.jsonl", "columns": None, "system": "red"}}
     write_json(run / CONFIG, config)

@@ -12,7 +12,7 @@ from checkpoint_by_hand import change_base_dtype, full_run, load_fp32, logits_of
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_tokenizer
 
-from fullshard.checkpoint.format import PROOF
+from fullshard.checkpoint.ranges import PROOF
 from fullshard.errors import CheckpointError, ConfigError, MergeError
 from fullshard.merge.job import merge_run
 

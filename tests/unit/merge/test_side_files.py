@@ -13,10 +13,10 @@ from checkpoint_by_hand import full_run, load_fp32, logits_of, lora_run, proof_t
 from safetensors.torch import load_file
 from tiny_models import END, EOS, K2_TEMPLATE, ids_of, make_model, make_tokenizer
 
-from fullshard.checkpoint.format import PROOF
-from fullshard.infer.model_folder import check_generation_config, mended, stop_ids
+from fullshard.checkpoint.ranges import PROOF
 from fullshard.merge.job import merge_run
 from fullshard.merge.side_files import base_name
+from fullshard.model.load import check_generation_config, mended, stop_ids
 
 GENERATE = """
 import sys, torch

@@ -128,6 +128,41 @@ def test_full_fine_tuning_in_several_micro_batches_keeps_whole_gradients(on_mach
     assert "kept gradients" not in {line.cause for line in single.lines}
 
 
+def test_gradients_are_reduced_each_time_where_whole_sums_do_not_fit(on_machine, recipe, tmp_path):
+    """Full, 4 ranks, 1 row a micro-batch: whole fp32 sums are 4 bytes a parameter on each rank, on top."""
+    config, facts = facts_of_a_larger_model(recipe, tmp_path, [64] * 100)
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"micro_batch": "1 rows", "recompute": "none"})}
+    )
+    roomy = choose(config, 4, facts)
+    causes = {line.cause: line.bytes for line in search.memory_lines(facts.shape, roomy.job)}
+    assert not roomy.reduce_each and causes["kept gradients"] == 4 * facts.shape.parameters
+    usable = roomy.peak_bytes - 1_000_000
+    tight = dataclasses.replace(facts, machine=with_memory(CPU, int((4 * usable + 4e8) / search.USABLE_SHARE) + 1))
+    found = choose(config, 4, tight)
+    assert found.reduce_each and not found.job.accumulates
+    saved = roomy.moments["train"] - found.moments["train"]
+    assert saved == pytest.approx(1.05 * causes["kept gradients"], rel=0.01)
+
+
+def test_sharding_and_replicas_cost_what_they_hold(on_machine, recipe, tmp_path):
+    """HSDP 2 x 2: each rank has the share that 2 ranks would have. keep: all gathered weights at once."""
+    config, facts = facts_of_a_larger_model(recipe, tmp_path, [64] * 100)
+
+    def causes(num_ranks, **changes):
+        changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+        return {
+            line.cause: line.bytes for line in search.memory_lines(facts.shape, choose(changed, num_ranks, facts).job)
+        }
+
+    states = [causes(4, replicas=2)["optimizer state"], causes(2)["optimizer state"], causes(4)["optimizer state"]]
+    assert states[0] == states[1] == 2 * states[2] == 8 * facts.shape.parameters // 2
+    assert causes(4, sharding="keep")["gathered weights"] == 4 * facts.shape.parameters
+    with pytest.raises(PlanError, match=r"train\.replicas=3 does not divide 4 ranks") as caught:
+        make_plan(recipe(train={"replicas": 3}), ranks=4)
+    assert caught.value.hint == "Take one of 1, 2, 4."
+
+
 def facts_of_a_larger_model(recipe, tmp_path, lengths=None):
     from tiny_models import make_model
 

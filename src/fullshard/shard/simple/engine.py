@@ -74,10 +74,9 @@ class Schedule:
         return self.order[self._place : self._place + self._prefetch] if self._is_known else []
 
     def coming_back(self, unit: Unit) -> list[Unit]:
-        """The units whose backward comes after ``unit``'s."""
-        while self._place_back > 0 and self.order[self._place_back - 1] is not unit:
-            self._place_back -= 1
-        place = max(0, self._place_back - 1)
+        """The units whose backward comes after ``unit``'s; after that of the model, the last."""
+        known = [place for place in range(self._place_back) if self.order[place] is unit]
+        self._place_back = place = known[-1] if known else self._place_back
         return self.order[max(0, place - self._prefetch) : place][::-1]
 
 
@@ -85,8 +84,8 @@ class SimpleShardedModel:
     """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
 
     ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
-    keeping whole fp32 sums until the last one. ``events``: set it to a list, and (seconds, what, unit, bytes held in
-    buffers) is appended to it.
+    keeping whole fp32 sums until the last one. ``events``: set it to a list, and what happens is noted in it: free, and
+    beginning and end of gather, forward, backward, reduce and optimizer.
     """
 
     def __init__(
@@ -94,15 +93,16 @@ class SimpleShardedModel:
         precision: Precision, strategy: str = "full", reduce_each: bool = False,
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
-        self.events: list[tuple[float, str, str, int]] | None = None
+        self.events: list[dict[str, Any]] | None = None
         self._device = device = device_of(mesh)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
-        ranks = dist.get_process_group_ranks(shard_mesh.get_group())
-        self.num_ranks = len(ranks)
+        self.num_ranks = shard_mesh.size()
         reduce_dtype = None if device.type == "cpu" else precision.reduce
         reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
-        self._wires = Wires(Wire(shard_mesh.get_group(), device), Wire(reduce_group, device), reduce_dtype)
+        is_copy = mesh.ndim > 1 and mesh.get_coordinate()[0] > 0
+        gather, reduce = Wire(shard_mesh.get_group(), device), Wire(reduce_group, device)
+        self._wires = Wires(gather, reduce, reduce_dtype, self._note, is_copy)
         self._pool = BufferPool(BUFFERS, device)
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
@@ -126,11 +126,10 @@ class SimpleShardedModel:
         for number, modules in enumerate(units):
             for parameter in {parameter for module in modules for parameter in module.parameters()}:
                 unit_of[parameter].add(number)
-        kept = [len(modules) > 1 for modules in units]  # [final norm, head]: needed first thing in backward
-        self._units = [
-            Unit(" + ".join(path[module] for module in modules), number, "keep" if keep else strategy, modules)
-            for number, (modules, keep) in enumerate(zip(units, kept, strict=True))
-        ]
+        self._units = []
+        for number, modules in enumerate(units):  # [final norm, head] is kept: needed first thing in backward
+            name, kept = " + ".join(path[module] for module in modules), len(modules) > 1
+            self._units.append(Unit(name, number, "keep" if kept else strategy, modules))
         self._root = Unit("the rest", len(units), "keep" if strategy != "replicate" else strategy, [model])
         self._adapters = Unit("adapters", len(units) + 1, "replicate", [])
         self._units += [self._root, self._adapters]
@@ -192,6 +191,7 @@ class SimpleShardedModel:
             unit.free()
         for buffer in self._pool.buffers:
             buffer.release()
+        self._note("optimizer end", self._root)
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -208,10 +208,9 @@ class SimpleShardedModel:
                 self._in_backward = False
                 self._pending.clear()
                 groups = [group for unit in self._units for group in unit.groups]
-                for group in groups:
-                    group.settle()
-                for group in groups:
-                    group.reset()
+                for tidy in (Group.settle, Group.reset):  # nobody forgets before all are settled
+                    for group in groups:
+                        tidy(group)
 
     def _agree(self, unit: Unit) -> None:
         """While the order is new: all ranks run this unit, or TrainError on all."""
@@ -220,13 +219,28 @@ class SimpleShardedModel:
         for rank, number in enumerate(numbers):
             other = self._units[int(number)]
             if other is not unit:
-                rank_here = self._wires.gather.rank
-                raise TrainError(f"Rank {rank_here} runs {unit.name} where rank {rank} runs {other.name}.", HINT)
+                here = f"Rank {self._wires.gather.rank} runs {unit.name}"
+                raise TrainError(f"{here} where rank {rank} runs {other.name}.", HINT)
 
     def _note(self, what: str, unit: Unit) -> None:
         if self.events is not None:
-            held = sum(buffer.held_bytes for buffer in self._pool.buffers)
-            self.events.append((time.perf_counter(), what, unit.name, held))
+            groups = [group for each in self._units for group in each.groups]
+            full = [group.buffer.flat.nbytes for group in groups if group.phase in (Phase.GATHERING, Phase.LIVE)]
+            sizes = {"gathered_bytes": sum(full), "held_bytes": sum(buffer.held_bytes for buffer in self._pool.buffers)}
+            self.events.append({"seconds": time.perf_counter(), "what": what, "unit": unit.name, **sizes})
+
+    def planned(self, num_micro_batches: int) -> list[dict[str, Any]]:
+        """Of each unit: strategy, parameters, bytes when gathered; by formula, its collectives and frees in a step."""
+        found = []
+        for unit in [unit for unit in self._units if unit.groups]:
+            times = 1 if unit.strategy == "replicate" else num_micro_batches
+            gathers = len(unit.groups) * times * (1 + (unit.strategy == "full" and unit.needs_values_in_backward))
+            reduces = sum(group.trainable for group in unit.groups) * (times if self._reduce_each else 1)
+            facts = {"unit": unit.name, "strategy": unit.strategy}
+            facts["parameters"] = sum(slot.size for group in unit.groups for slot in group.layout.slots)
+            facts["bytes"] = sum(group.buffer.flat.nbytes for group in unit.groups)
+            found.append({**facts, "planned": {"gather": gathers, "free": gathers, "reduce": reduces}})
+        return found
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather, prefetch, and mark the inputs: when their gradients are complete, the unit is through."""
@@ -236,14 +250,13 @@ class SimpleShardedModel:
         if unit is self._root:
             self._schedule.begin()
             self._adapters.gather()
-        self._schedule.enter(unit)
+        else:
+            self._schedule.enter(unit)
         self._gather(unit, self._schedule.coming())
         self._note("forward", unit)
-        if not torch.is_grad_enabled():
-            return None
         values, spec = tree_flatten((args, kwargs))
         marked = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
-        if not marked:
+        if not (marked and torch.is_grad_enabled()):
             return None
         unit.uses += 1
         for i, value in zip(marked, _Through.apply(self, unit, *[values[i] for i in marked]), strict=True):
@@ -259,7 +272,6 @@ class SimpleShardedModel:
             self._schedule.end()
         if unit.strategy == "full":
             unit.free()
-            self._note("free", unit)
         if torch.is_grad_enabled():
             for value in tree_flatten(output)[0]:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -267,10 +279,7 @@ class SimpleShardedModel:
 
     def _gather(self, unit: Unit, coming: list[Unit]) -> None:
         """Gather ``unit``, wait for it, and begin to gather those that come next."""
-        if any(group.phase is not Phase.LIVE for group in unit.groups):
-            self._note("gather", unit)
-            unit.gather()
-            self._note("gathered", unit)
+        unit.gather()
         for other in coming:
             other.start_gather()
 
@@ -298,21 +307,15 @@ class SimpleShardedModel:
         replicate = unit.strategy == "replicate"
         for group in unit.groups:
             if group.trainable and (self._last or (self._reduce_each and not replicate)):
-                self._note("reduce", unit)
                 group.start_reduce()
                 self._pending.append(group)
                 while len(self._pending) > 1:
-                    self._finish_reduce()
+                    self._pending.pop(0).finish_reduce()
                 continue
             if group.trainable:
                 group.accumulate()
             if not replicate:
                 group.free()
-
-    def _finish_reduce(self) -> None:
-        group = self._pending.pop(0)
-        group.finish_reduce()
-        self._note("reduced", group.unit)
 
     def _end_backward(self) -> None:
         """After the last gradient: units without inputs that have gradients, unused ones, and the rest of the sums."""
@@ -320,7 +323,7 @@ class SimpleShardedModel:
             if not unit.finished:
                 self._finish(unit)
         while self._pending:
-            self._finish_reduce()
+            self._pending.pop(0).finish_reduce()
         self._in_backward = False
         for unit in self._units:
             if unit.strategy != "replicate":
@@ -334,6 +337,7 @@ class SimpleShardedModel:
             if self._replica_group is not None:
                 dist.all_reduce(group.gradient_S, group=self._replica_group)
             group.bind_gradients()
+        self._note("optimizer", self._root)
 
 
 class _Through(torch.autograd.Function):

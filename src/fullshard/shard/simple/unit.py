@@ -7,6 +7,7 @@ the same values again before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -75,13 +76,13 @@ class Phase(Enum):
     REDUCING = "reducing"  # the buffer holds gradients that are on their way to their ranks
 
 
-ALLOWED = {
-    (Phase.SHARDED, Phase.GATHERING),
-    (Phase.GATHERING, Phase.LIVE),
-    (Phase.LIVE, Phase.SHARDED),
-    (Phase.LIVE, Phase.REDUCING),
-    (Phase.SHARDED, Phase.REDUCING),  # an embedding, whose backward needs no values
-    (Phase.REDUCING, Phase.SHARDED),
+ALLOWED = {  # and what is then noted
+    (Phase.SHARDED, Phase.GATHERING): ["gather"],
+    (Phase.GATHERING, Phase.LIVE): ["gather end"],
+    (Phase.LIVE, Phase.SHARDED): ["free"],
+    (Phase.LIVE, Phase.REDUCING): ["free", "reduce"],
+    (Phase.SHARDED, Phase.REDUCING): ["reduce"],  # an embedding, whose backward needs no values
+    (Phase.REDUCING, Phase.SHARDED): ["reduce end"],
 }
 
 
@@ -127,9 +128,11 @@ class Group:
 
     @phase.setter
     def phase(self, new: Phase) -> None:
-        """Only the transitions of ALLOWED."""
+        """Only the transitions of ALLOWED; each is noted."""
         assert (self._phase, new) in ALLOWED, f"{self.unit.name}: {self._phase.value} cannot become {new.value}"
-        self._phase = new
+        before, self._phase = self._phase, new
+        for what in ALLOWED[before, new]:
+            self._wires.note(what, self.unit)
 
     def _pieces(self, flat_P: torch.Tensor) -> torch.Tensor:
         return flat_P.view(self.layout.num_ranks, self.layout.shard_elements)
@@ -241,16 +244,18 @@ class Group:
         """One parameter's range as the rest of the product sees it."""
         start, stop = self.layout.own_range(slot, self.rank)
         gradient = shard.grad.detach() if shard.grad is not None else None
-        return Shard(slot.name, slot.shape, start, stop, shard.detach(), gradient, self.trainable)
+        return Shard(slot.name, slot.shape, start, stop, shard.detach(), gradient, self.trainable, self._wires.is_copy)
 
 
 @dataclass
 class Wires:
-    """The ways of a unit's bytes. ``reduce_dtype``: the least precise dtype in which gradients may travel."""
+    """The ways of a unit's bytes. ``note`` is told what happens to a unit."""
 
     gather: Wire
     reduce: Wire
-    reduce_dtype: torch.dtype | None  # None: as computed (rank-ordered fp32 sums follow)
+    reduce_dtype: torch.dtype | None  # the least precise of gradients; None: as computed (fp32 sums follow)
+    note: Callable[[str, Unit], None]
+    is_copy: bool  # this rank is in a later replica (HSDP)
 
     def dtype_of(self, group: Group) -> torch.dtype:
         """The dtype in which the group's gradients travel."""

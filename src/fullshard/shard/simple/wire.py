@@ -45,8 +45,6 @@ class Wire:
         with self._stream:
             mine = pieces_WS[self.rank]
             mine.copy_(own_S)
-            if self.num_ranks == 1:
-                return Transfer([], self._stream)
             if self._pairwise:
                 return Transfer(self._exchange(lambda rank: mine, lambda rank: pieces_WS[rank]), self._stream)
             work = dist.all_gather_into_tensor(pieces_WS, mine, group=self.group, async_op=True)
@@ -55,8 +53,6 @@ class Wire:
     def reduce(self, pieces_WS: torch.Tensor) -> Transfer:
         """Send piece r of ``pieces_WS`` to rank r. Give the transfer and the pieces to ``total`` afterwards."""
         with self._stream:
-            if self.num_ranks == 1:
-                return Transfer([], self._stream)
             if self._pairwise:
                 received = pieces_WS.new_empty(self.num_ranks - 1, pieces_WS.shape[1])
                 works = self._exchange(lambda rank: pieces_WS[rank], lambda rank: received[rank - (rank > self.rank)])

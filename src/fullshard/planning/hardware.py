@@ -4,7 +4,7 @@ import difflib
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -22,22 +22,32 @@ class Accelerator:
 
     matched: tuple[str, ...]
     usable_bytes: int
-    bf16_flops: float  # per second, dense; 0.0 where the device has no bf16
+    flops: dict[str, float] = field(hash=False)  # per second, dense, by precision; without those that the device lacks
     reachable: float  # largest matmul rate seen in practice, as a share of the peak
-    link_bytes_per_second: float
+    memory_bytes_per_second: float
+    link_bytes_per_second: float  # to the devices of the same node, one way
+    node_bytes_per_second: float  # of one device to other nodes, one way
+    family: str  # of efficiency.yaml
 
     @property
     def name(self) -> str:
-        """As ``--devices`` takes it: 4090, a100-40gb, 910b3."""
-        return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend")
+        """As ``--devices`` takes it: 4090, 4090d, a100-40gb, 910b3."""
+        return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend").replace("-d", "d")
+
+    @property
+    def bf16_flops(self) -> float:
+        """Operations per second in bf16; 0.0 where the device has none."""
+        return self.flops.get("bf16", 0.0)
 
 
-ACCELERATORS = tuple(
-    Accelerator(tuple(words.split()), int(usable * GIB), float(flops), reachable, float(link))
-    for words, (usable, flops, reachable, link) in yaml.safe_load(
-        Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8")
-    ).items()
-)
+def _read(words: str, facts: dict) -> Accelerator:
+    flops = {name: facts[name] * 1e12 for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if name in facts}
+    usable, memory, link, node = int(facts["usable"] * GIB), *(facts[name] * 1e9 for name in ("memory", "link", "node"))
+    return Accelerator(tuple(words.split()), usable, flops, facts["reachable"], memory, link, node, facts["family"])
+
+
+FACTS = yaml.safe_load(Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8"))
+ACCELERATORS = tuple(_read(*entry) for entry in FACTS.items())
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
@@ -47,11 +57,12 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 
 
 def parse_devices(text: str) -> tuple[int, Accelerator]:
-    """``4x4090``, ``8xa800-80g``, ``8x910b3-64g`` -> (count, card). PlanError with the nearest names where unknown."""
+    """``4x4090``, ``8xh100-sxm-80g``, ``8x910b3-64g`` -> (count, card). PlanError with nearest names if unknown."""
     match = re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())
     if not match:
         raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")
     count, name, size = match.groups()
+    name = re.sub(r"-(?:sxm\d?|hbm\d\w?|(d$))", r"\1", name)  # SXM is what a plain name means
     cards = {card.name: card for card in ACCELERATORS}
     card = cards.get(f"{name}-{size}gb") or cards.get(name)
     if card is None:

@@ -15,6 +15,14 @@ DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective b
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES = 100_000_000
+MOMENTS = (
+    "always",
+    "backward",
+    "late",
+    "head",
+    "block",
+    "step",
+)  # backward: all of it; late: its end; head and block: parts
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,36 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Practice:
+    """How a trainer does it: bytes of one number at rest and on its way. ``own_practice`` gives fullshard's."""
+
+    weight: int  # a trained weight at rest, with a copy in compute precision where one stays
+    gradient: int
+    states: int  # the optimizer's, of a trained weight
+    frozen: int
+    gathered: int  # of a weight in a gathered unit
+    reduced: int  # of the largest unit's gradients on their way
+    temporary: int = 4  # the step's, of a trained weight: 0 with a fused optimizer
+    logit: float = LOGIT_BYTES
+    positions: int | None = None  # logits at once; 0: all
+    gradients_wait: bool = True  # from one step's first micro-batch to its end; else they grow as backward proceeds
+    kept: int = 4  # of the whole gradients that wait where micro-batches are not reduced
+    extra: int = 0  # bytes a token and block that kernels keep beside, or less than, the formula of the module
+    selected: int = 0  # bytes a token and recomputed block that selective recomputation keeps beside the block's input
+    mask: bool = True  # rows x rows, of packed or padded rows
+    passing: int = 0  # bytes a token of gradients passing through a block in backward
+
+
+def own_practice(job: Job) -> Practice:
+    """What fullshard's engines do in the job's precision."""
+    mode, states = precision_of(job.precision), 8 if job.optimizer == "adamw" else 0
+    master, compute = mode.master.itemsize, job.compute_bytes
+    return Practice(master, master, states, compute, gathered=compute, reduced=4, temporary=4 if states else 0)
+
+
+@dataclass(frozen=True)
 class Line:
-    """A cause of memory; ``when``: always | backward (all of it) | head | block (parts, never together) | step."""
+    """A cause of memory; ``when``: one of MOMENTS."""
 
     cause: str
     bytes: int
@@ -59,13 +95,9 @@ class Line:
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
     """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: DoRA only."""
     features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
-    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
-    if not shape.fused_norms:
-        total += 4 * shape.norm_width
-    total += 16 * adapted_inputs
-    if shape.eager_attention:
-        total += 12 * shape.num_heads * longest
-    return total
+    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size) + 16 * adapted_inputs
+    total += 0 if shape.fused_norms else 4 * shape.norm_width
+    return total + (12 * shape.num_heads * longest if shape.eager_attention else 0)
 
 
 def largest_unit(shape: ModelShape) -> int:
@@ -80,76 +112,77 @@ def gathered_parameters(shape: ModelShape) -> int:
     return max(2 * largest_unit(shape), held + 2 * shape.block)
 
 
-def memory_lines(shape: ModelShape, job: Job) -> list[Line]:
-    """A rank's memory in training, by cause. Zero causes are left out."""
-    size, ranks, compute = shape.parameters, job.num_ranks // job.replicas, job.compute_bytes
-    adapters, vocabulary = job.adapters, job.vocabulary
-    is_full, states = job.method == "full", 8 if job.optimizer == "adamw" else 0
-    master = precision_of(job.precision).master.itemsize  # of a trained weight, and of its gradient
-    name = "fp32" if master == 4 else "bf16"
+def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) -> list[Line]:
+    """A rank's memory in training, by cause. Zero causes are left out. ``practice``: of another trainer."""
+    size, ranks, adapters, vocabulary = shape.parameters, job.num_ranks // job.replicas, job.adapters, job.vocabulary
+    does = practice or own_practice(job)
+    is_full, name = job.method == "full", "fp32" if does.weight >= 4 else "bf16"
 
-    def shared(cause: str, each: int, count: int, factor: str = "") -> Line:
-        return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", "always")
+    def shared(cause: str, each: int, count: int, factor: str = "", when: str = "always") -> Line:
+        return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
-    if job.on_cpu:
-        lines = [Line("libraries", CPU_PROCESS_BYTES, "fixed", "always")]
-    else:
-        lines = [Line("device context", DEVICE_CONTEXT_BYTES, "fixed", "always")]
+    process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
+    lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
-        lines += [shared(f"{name} masters", master, size), shared(f"{name} gradients", master, size)]
-        lines += [shared("optimizer state", states, size)]
+        lines.append(shared(f"{name} masters", does.weight, size))
+        lines.append(shared(f"{name} gradients", does.gradient, size, when=late))
+        lines.append(shared("optimizer state", does.states, size))
     else:
-        held = f"({master} + {master} + {states})"
-        lines += [
-            shared("frozen base", compute, size),
-            Line("adapters", (2 * master + states) * adapters, f"{held} x {adapters:,}, on every rank", "always"),
-            shared("vocabulary", 2 * master + states, vocabulary, held),
-        ]
+        each, held = does.weight + does.gradient + does.states, f"({does.weight} + {does.gradient} + {does.states})"
+        lines.append(shared("frozen base", does.frozen, size))
+        lines.append(Line("adapters", each * adapters, f"{held} x {adapters:,}, on every rank", "always"))
+        lines.append(shared("vocabulary", each, vocabulary, held))
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
     lines += [
-        Line("gathered weights", compute * gathered, f"{compute} x {gathered:,}", "backward"),
-        Line("kept gradients", 4 * kept, f"4 x {kept:,}, more than one micro-batch", "backward"),
-        Line("gradient reduction", 4 * unit, f"4 x {unit:,}", "backward"),
-        *_activation_lines(shape, job),
+        Line("gathered weights", does.gathered * gathered, f"{does.gathered} x {gathered:,}", "backward"),
+        Line("kept gradients", does.kept * kept, f"{does.kept} x {kept:,}, more than one micro-batch", "backward"),
+        Line("gradient reduction", does.reduced * unit, f"{does.reduced} x {unit:,}", "backward"),
+        *_activation_lines(shape, job, does),
     ]
-    slack = int(SLACK * _backward_bytes(lines))
+    slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
     lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
-    if states:
-        moved = _share(4 * sharded, ranks) + 4 * adapters
-        lines.append(Line("optimizer temporary", moved, "4 x trained parameters of this rank", "step"))
+    moved = _share(does.temporary * sharded, ranks) + does.temporary * adapters
+    lines.append(Line("optimizer temporary", moved, f"{does.temporary} x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]
 
 
-def _activation_lines(shape: ModelShape, job: Job) -> list[Line]:
+def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
     from fullshard.train.loss import CHUNK_LOGIT_BYTES
 
-    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
+    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs) + does.extra
     tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
-    again, inputs, lines = job.recomputed(layers), job.compute_bytes * shape.hidden_size, []
+    again, inputs, lines = job.recomputed(layers), job.compute_bytes * shape.hidden_size + does.selected, []
     if again:
         kept = f"{tokens:,} tokens x {again} blocks x {inputs:,}"
         lines.append(Line("block inputs", tokens * again * inputs, kept, "backward"))
-        lines.append(Line("recomputed block", tokens * each, f"{tokens:,} tokens x {each:,}", "block"))
+        each_now = each - does.selected + does.passing
+        lines.append(Line("recomputed block", tokens * each_now, f"{tokens:,} tokens x {each_now:,}", "block"))
     if again < layers:
         kept = f"{tokens:,} tokens x {layers - again} blocks x {each:,}"
         lines.append(Line("activations", tokens * (layers - again) * each, kept, "backward"))
-    chunk = min(max(1, CHUNK_LOGIT_BYTES // (4 * shape.vocab_size)), tokens)  # positions at once, as the loss cuts them
-    logits = chunk * shape.vocab_size * LOGIT_BYTES
+    chunk = CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) if does.positions is None else does.positions or tokens
+    chunk = min(max(1, chunk), tokens)  # positions at once, as the loss cuts them
+    logits, mask = int(chunk * shape.vocab_size * does.logit), mask * does.mask
     return [
         *lines,
         Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
-        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {LOGIT_BYTES}", "head"),
+        Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {does.logit:g}", "head"),
     ]
+
+
+def train_peak(lines: list[Line]) -> int:
+    """The largest of backward's start (all activations), its end (all gradients, one block) and the step."""
+    always, whole, late, head, block, step = (_bytes_at(lines, when) for when in MOMENTS)
+    unit = sum(line.bytes for line in lines if line.cause in ("gathered weights", "gradient reduction"))
+    return always + max(whole + head, whole + block, late + unit + block, late + step)
 
 
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     """Peak bytes of one rank at each moment: load, train, eval, save and merge (merge runs in one process)."""
-    lines = memory_lines(shape, job)
-    always, in_step = _bytes_at(lines, "always"), _bytes_at(lines, "step")
-    baseline = lines[0].bytes
-    mode = precision_of(job.precision)
+    lines, mode = memory_lines(shape, job), precision_of(job.precision)
+    always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
     base = baseline + _share(stored * shape.parameters, job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
@@ -157,7 +190,7 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     passing = job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits
     return {
         "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
-        "train": always + max(_backward_bytes(lines), in_step),
+        "train": train_peak(lines),
         "eval": always + passing,
         "save": always + _share(4 * shape.largest_tensor, job.num_ranks),
         "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
@@ -166,10 +199,6 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
 
 def _bytes_at(lines: list[Line], when: str) -> int:
     return sum(line.bytes for line in lines if line.when == when)
-
-
-def _backward_bytes(lines: list[Line]) -> int:
-    return _bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))
 
 
 def _share(count: int, ranks: int) -> int:

@@ -38,6 +38,8 @@ class Plan:
     seconds_high: float
     notes: tuple[str, ...]
     card: str = ""  # of --devices: the plan is for machines that are not here
+    tokens_per_second: tuple[float, float] = (0.0, 0.0)  # of all ranks, low and high
+    checked_rows: int = 0  # published runs of this card beside which the speed model was checked
     reduce_each: bool = False  # gradients are reduced after each micro-batch: there is no memory to keep them whole
     is_assumed: bool = False  # rows and tokens were not read from any file
 
@@ -45,7 +47,8 @@ class Plan:
         """The report, of several lines."""
         about = "~" if self.is_estimate else ""
         counted = "assumed" if self.is_assumed else "estimated from file sizes" if self.is_estimate else "counted"
-        unchecked = " (from the card's facts; not checked against a measured run)" if self.card else ""
+        checked = f"checked on {self.checked_rows} published runs" if self.checked_rows else "not checked"
+        checked = f" (from the card's facts; {checked} of this card)" if self.card else ""
         kept = f"{self.precision}, activations {'recomputed' if self.recompute else 'kept'}"
         kept += f" in {self.recompute} blocks" if self.recompute > 1 else ""
         micro_batch = f"micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}"
@@ -62,7 +65,8 @@ class Plan:
         lines += [
             f"Peaks: {', '.join(f'{moment} {format_bytes(size)}' for moment, size in self.moments.items())}",
             f"Fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use",
-            f"Time: {format_minutes(self.seconds_low, self.seconds_high)}{unchecked}",
+            f"Speed: {self.tokens_per_second[0]:,.0f} - {self.tokens_per_second[1]:,.0f} tokens/s{checked}",
+            f"Time: {format_minutes(self.seconds_low, self.seconds_high)}",
         ]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
 

@@ -16,7 +16,7 @@ from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.speed import Rates, StepWork, measure_rates, run_seconds
+from fullshard.planning.speed import EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.train.precision import precision_of
 
@@ -36,6 +36,7 @@ class Machine:
     rates: Rates
     link_bytes_per_second: float | None
     card: Accelerator | None = None  # of --devices: not this machine
+    known: Accelerator | None = None  # this machine's, where its facts are known
 
     def usable_bytes(self, num_ranks: int) -> int:
         """Memory for one rank; the ranks of a CPU machine and their launcher share the host's."""
@@ -121,7 +122,7 @@ def read_machine() -> Machine:
     if kind == "cpu":
         return Machine(kind, host.available_bytes, rates, None)
     known = find_accelerator(device_name())
-    return Machine(kind, min(device_memory()), rates, known.link_bytes_per_second if known else 31e9)
+    return Machine(kind, min(device_memory()), rates, known.link_bytes_per_second if known else 31e9, known=known)
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -252,7 +253,8 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
     machine, volume, job = facts.machine, facts.volume, choice.job
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
-    low, high = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second)
+    card = machine.card or machine.known
+    low, high, quick, slow = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card)
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
@@ -263,8 +265,9 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
         is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
         num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
-        seconds_low=low, seconds_high=high, notes=tuple(_notes(config, facts, choice)),
-        card=machine.card.name if machine.card else "",
+        seconds_low=low, seconds_high=high, tokens_per_second=(tokens / slow, tokens / quick),
+        checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card else 0,
+        notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
     )  # fmt: skip
 
 

@@ -1,25 +1,21 @@
-"""Time as arithmetic: work divided by a rate that this machine showed in a timed product."""
+"""Time as arithmetic: the work of each kernel class by a card's facts (or, for this machine, a timed product) times the
+shares of efficiency.yaml; docs/planning.md has the formulas and every published run beside its prediction."""
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from torch.utils.benchmark import Timer
 
 from fullshard.device import supports_bf16
-from fullshard.planning.memory import Job
+from fullshard.planning.hardware import Accelerator
+from fullshard.planning.memory import Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
-# Share of the timed product that whole steps reach: by the notes' step costs (engine.md 1.4), by published runs.
-CPU_EFFICIENCY = (0.55, 0.95)
-DEVICE_EFFICIENCY = (0.25, 0.60)
-# gloo on loopback, 2 ranks, fp32 (engine.md 1.3): all-gather 0.7 - 1.2 GB/s, reduce-scatter about 0.5 - 0.75 GB/s.
-GLOO_GATHER_BYTES_PER_SECOND = (0.6e9, 1.3e9)
-GLOO_REDUCE_BYTES_PER_SECOND = (0.45e9, 0.8e9)
-CPU_OPTIMIZER_BYTES_PER_SECOND = (3e9, 8e9)
-DEVICE_OPTIMIZER_BYTES_PER_SECOND = (0.5e12, 2e12)
-START_SECONDS = (6.0, 15.0)  # imports, ranks, loading the weights of a small model, the trial step
-DISK_BYTES_PER_SECOND = (0.2e9, 1.5e9)
+EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,73 @@ class StepWork:
     evaluated_tokens: float  # padded tokens of forward-only passes
 
 
+@dataclass(frozen=True)
+class Run:
+    """What besides shape and job decides a known card's speed; the defaults are fullshard's."""
+
+    length: float  # mean tokens of a row
+    tokens: float  # of a micro-batch, padding included
+    head_tokens: float  # of those, with logits
+    accumulation: float = 1.0  # micro-batches a step
+    nodes: int = 1
+    kernels: str = "plain"  # plain | fused | compiled: elementwise kernels, by efficiency.yaml
+    attention: str = "flash2"  # flash1 | flash2 | flash3
+    again: float | None = None  # share of all products that recomputation repeats; None: those of recomputed blocks
+    adapted: int = 0  # input and output features of a block's adapted layers
+    units: int = 1  # sharding units of a block
+
+
+def micro_batch_seconds(
+    shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice | None = None, shares: Any = None
+) -> dict[str, float]:
+    """Seconds of one micro-batch by kernel class, with its part of the step, and their ``total``, overlap taken off."""
+    shares = shares or EFFICIENCY["cpu" if job.on_cpu else "devices"]
+    does, layers = does or own_practice(job), shape.num_layers
+    family, is_full, memory = shares["families"][card.family], job.method == "full", card.memory_bytes_per_second
+    peak = card.flops.get(job.precision.split("_")[0], card.flops["fp16"])
+    blocks = job.recomputed(layers) / layers
+    again, passes = blocks if run.again is None else run.again, 3 if is_full else 2
+    products = 2 * run.tokens * shape.active_block_matrices * (passes + again)
+    products += 2 * run.head_tokens * shape.head_matrix * passes
+    repeats = 3.5 + blocks * (run.again is None)  # of a forward: backward has 2.5 times its work; selective keeps it
+    scores = 2 * run.tokens * run.length * shape.attention_width * layers * repeats  # causal: half of all pairs
+    wide = shape.hidden_size / (shape.hidden_size + shares["width"])  # narrow matrices fill a card worse
+    scores /= shares["small_heads"] if shape.attention_width <= 64 * shape.num_heads else 1
+    moved = block_bytes_per_token(shape, job.compute_bytes, 0) * shares["kernels"][run.kernels]
+    moved = run.tokens * layers * (3 + blocks) * (moved + 2 * run.adapted * shares["kernels"]["adapter"])
+    cut = job.num_ranks // job.replicas
+    latency = shares["unit"] + shares["hop"] * job.num_ranks if cut > 1 else 0.0  # its launch; a ring through all ranks
+    trained = shape.parameters / cut if is_full else job.adapters
+    touched = trained * (2 * (does.weight + does.states) + 3 * does.gradient) * shares["optimizer"]
+    logits = run.head_tokens * shape.vocab_size * does.logit * shares["kernels"]["logits"]
+    seconds = {
+        "matrices": products / (peak * card.reachable * family["matrices"] * wide),
+        "attention": scores / (peak * card.reachable * family[run.attention]),
+        "elementwise": (moved + logits) / memory,
+        "launches": layers * (shares["block"] + 3 * run.units * latency),
+        "optimizer": touched / memory / run.accumulation,
+    }
+    wire = _wire(shape, job, card, run, does, shares)
+    hidden = shares["overlap"] * min(wire, sum(seconds.values()) - seconds["optimizer"])
+    return seconds | {"wire": wire, "total": sum(seconds.values()) + wire - hidden}
+
+
+def _wire(shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice, shares: Any) -> float:
+    """Seconds on the links for a micro-batch: rings in a node and, at once, across nodes; replicas add what is cut."""
+    inside, cut = -(-job.num_ranks // run.nodes), job.num_ranks // job.replicas  # devices of a node; of a replica
+    gathered = (1 if job.gathers_all else 2) * job.compute_bytes * shape.parameters
+    reduced = (does.reduced or 4) * (shape.parameters if job.method == "full" else job.adapters)
+    reduced /= run.accumulation if job.accumulates else 1
+    link = card.link_bytes_per_second * shares["link" if card.link_bytes_per_second > 64e9 else "bus"]  # bus: PCIe
+    node = card.node_bytes_per_second * inside * shares["node"]
+    near = (gathered + reduced) * (1 - 1 / min(cut, inside)) / link
+    if run.nodes == 1:
+        return max(near, 2 * reduced * (1 - 1 / job.replicas) / link)
+    return max(
+        near, (gathered + reduced) * (1 - inside / max(cut, inside)) / node, 2 * reduced * (1 - 1 / job.replicas) / node
+    )
+
+
 @functools.cache
 def measure_rates(kind: str, cores: int) -> Rates:
     """Time one product in fp32 and bf16, on one thread or one device. Under half a second on a CPU; cached."""
@@ -61,48 +124,27 @@ def timed_product(dtype: torch.dtype, kind: str) -> float:
     return 2 * rows * inner * columns / min(timer.blocked_autorange(min_run_time=0.05).times)
 
 
-def training_flops(shape: ModelShape, work: StepWork, method: str, recompute: float) -> float:
-    """Operations of one rank over the whole run, evaluation included. ``recompute``: share of the blocks."""
-    is_full, layers = method == "full", shape.num_layers * shape.attention_width * work.mean_length
-    weights, scores = (6 if is_full else 4) + 2 * recompute, 12 + 4 * recompute
-    training = work.padded_tokens * (weights * shape.active_block_matrices + scores * layers)
-    head = work.supervised_tokens * (6 if is_full else 4) * shape.head_matrix
-    return training + head + work.evaluated_tokens * (2 * shape.active_block_matrices + 4 * layers)
-
-
-def wire_seconds(
-    shape: ModelShape, work: StepWork, method: str, compute_bytes: int, num_ranks: int, link: float | None
-) -> tuple[float, float]:
-    """(low, high): weights gathered twice a micro-batch, gradients reduced once a step. ``link``: bytes/s, or gloo."""
-    if num_ranks == 1:
-        return 0.0, 0.0
-    gathered = 2 * work.num_micro_batches * compute_bytes * shape.parameters * (num_ranks - 1) / num_ranks * 2
-    reduced = work.num_steps * 4 * (shape.parameters if method == "full" else 0)
-    if link is not None:  # mostly hidden behind compute on accelerators
-        return 0.0, (gathered / 2 + reduced) / (0.7 * link)
-    slow, fast = zip(GLOO_GATHER_BYTES_PER_SECOND, GLOO_REDUCE_BYTES_PER_SECOND, strict=True)
-    return gathered / fast[0] + reduced / fast[1], gathered / slow[0] + reduced / slow[1]
-
-
-def run_seconds(shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None) -> tuple[float, float]:
-    """(low, high) seconds of a run: start, compute, wire, optimizer and the final save. ``link``: ``wire_seconds``."""
-    is_full, ranks = job.method == "full", job.num_ranks
-    trained = shape.parameters if is_full else job.adapters
-    flops = training_flops(shape, work, job.method, job.recomputed(shape.num_layers) / shape.num_layers)
-    touched = 28 * trained * work.num_steps / (ranks if is_full else 1)  # bytes that the optimizer reads and writes
-    moved = 4 * shape.parameters + 12 * trained  # read the base, write the last checkpoint
-    wire = wire_seconds(shape, work, job.method, job.compute_bytes, ranks, link)
-    rate = {"fp32": rates.fp32, "tf32": rates.bf16 / 2}.get(job.precision, rates.bf16 or rates.fp16)  # data sheets
-    efficiency, optimizer = DEVICE_EFFICIENCY, DEVICE_OPTIMIZER_BYTES_PER_SECOND
-    if job.on_cpu:
-        rate *= rates.cores / ranks  # also where ranks share a core
-        efficiency, optimizer = CPU_EFFICIENCY, CPU_OPTIMIZER_BYTES_PER_SECOND
-    low, high = (
-        START_SECONDS[end]
-        + flops / (rate * efficiency[1 - end])
-        + wire[end]
-        + touched / optimizer[1 - end]
-        + moved / DISK_BYTES_PER_SECOND[1 - end]
-        for end in (0, 1)
+def run_seconds(
+    shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None
+) -> tuple[float, float, float, float]:
+    """Seconds of the run, low and high, and of a step. ``rates``, ``link`` (None: gloo) count if no card is known."""
+    each = work.num_micro_batches / work.num_steps
+    tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
+    run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // 8))  # 8: as sold
+    step = each * micro_batch_seconds(shape, job, card or _measured(rates, job, link), run)["total"]
+    slow, fast = (
+        EFFICIENCY["cpu"]["error"] if job.on_cpu else EFFICIENCY["devices"]["error"] if card else EFFICIENCY["unknown"]
     )
-    return low, high
+    count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
+    moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
+    low, high = (start + moved / disk for start, disk in EFFICIENCY["fixed"])
+    return low + count * step / fast, high + count * step / slow, step / fast, step / slow
+
+
+def _measured(rates: Rates, job: Job, link: float | None) -> Accelerator:
+    """What is timed on this machine in the place of facts; the ranks of a CPU machine share its cores."""
+    share, here = rates.cores / job.num_ranks if job.on_cpu else 1.0, EFFICIENCY["here"]
+    half = (rates.bf16 or rates.fp16) * share
+    flops = {"fp32": rates.fp32 * share, "tf32": half / 2, "bf16": half, "fp16": half}  # tf32: as data sheets have it
+    memory = here["cpu_memory"] if job.on_cpu else max(flops.values()) / here["flops_per_byte"]
+    return Accelerator((), 0, flops, 1.0, memory, link or here["gloo"], 0.0, "measured")

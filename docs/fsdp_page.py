@@ -63,7 +63,7 @@ WORDS = {
                        "sent, 1 micro-batch", "sent, {m} micro-batches"],
         "end": "after the last", "each": "at each", "hsdp": "`full`, HSDP {r} x {s}",
         "none": "Not measured yet: `python benchmarks/engine.py` on a quiet machine writes the file that this place shows.",
-        "from": "From `benchmarks/results/{name}`: CPU, gloo, {backend}, {pairs} interleaved rounds, medians; {date}.",
+        "from": "From `benchmarks/results/{name}`: CPU, {backend}, {pairs} interleaved rounds, medians; {date}.",
         "timing": ["precision, tokens a rank", "simple, ms", "over fully_shard", "over its best settings", "over DDP"],
         "memory": ["precision, recomputation, micro-batches", "peak, simple, MB", "over fully_shard", "sent, simple, MB",
                    "over fully_shard"],

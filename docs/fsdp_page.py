@@ -75,7 +75,7 @@ WORDS = {
                        "发送，{m} 个 micro-batch"],
         "end": "最后一个之后", "each": "每个都规约", "hsdp": "`full`，HSDP {r} x {s}",
         "none": "尚未测量：在空闲的机器上运行 `python benchmarks/engine.py`，它写出的文件会显示在这里。",
-        "from": "来自 `benchmarks/results/{name}`：CPU，gloo，{backend}，{pairs} 轮交替，取中位数；{date}。",
+        "from": "来自 `benchmarks/results/{name}`：CPU，{backend}，{pairs} 轮交替，取中位数；{date}。",
         "timing": ["精度，每 rank 的 token", "simple，毫秒", "与 fully_shard 之比", "与其最佳设置之比", "与 DDP 之比"],
         "memory": ["精度，重算，micro-batch", "峰值，simple，MB", "与 fully_shard 之比", "发送，simple，MB", "与 fully_shard 之比"],
         "yes": "是", "no": "否",

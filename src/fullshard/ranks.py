@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device
-from fullshard.errors import TrainError, UserError
+from fullshard.errors import ConfigError, TrainError, UserError
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
 BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
@@ -58,6 +58,9 @@ class Ranks:
         """All ranks, cut into so many groups: parameters are sharded inside one and the same in all (HSDP)."""
         if replicas == 1:
             return self.mesh
+        if self.num_ranks % replicas:  # a run resumed on other ranks; else the plan has said it
+            problem = f"train.replicas={replicas} does not divide {self.num_ranks} ranks."
+            raise ConfigError(problem, f"Go on with a multiple of {replicas} ranks: --ranks {2 * replicas}")
         shape = (replicas, self.num_ranks // replicas)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 

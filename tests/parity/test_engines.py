@@ -112,6 +112,18 @@ def hybrid_cases(ranks: Ranks, engine: str) -> dict[str, float]:
     return {str(case): one_case(ranks, engine, torch.float64, case, {"mesh": mesh}) for case in FEW}
 
 
+def ask_for_replicas(ranks: Ranks, replicas: int) -> str:
+    from fullshard.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        ranks.mesh_of(replicas)
+    return caught.value.message
+
+
+def test_replicas_that_do_not_divide_the_ranks() -> None:
+    assert pool(3).run(ask_for_replicas, 2) == ["train.replicas=2 does not divide 3 ranks."] * 3
+
+
 @pytest.mark.parametrize("engine", ["simple", "torch"])
 def test_shard_inside_and_replicate_across(engine: str) -> None:
     """HSDP on 2 x 2 ranks."""

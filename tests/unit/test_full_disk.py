@@ -14,12 +14,11 @@ from fullshard import cli
 from fullshard.checkpoint.ranges import save_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.run_folder import list_checkpoints
+from fullshard.shard import Shard
 
 RANK = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, gather_objects=lambda value: [value])
-SHARD = SimpleNamespace(
-    name="w", full_shape=(5000,), start=0, stop=5000, trainable=True, value=torch.zeros(5000)
-)  # 20 kB
-SHARDED = SimpleNamespace(shards=lambda: [SHARD], replicas=lambda name: 1)
+SHARD = Shard("w", (5000,), 0, 5000, torch.zeros(5000), None, trainable=True, is_copy=False)  # 20 kB
+SHARDED = SimpleNamespace(shards=lambda: [SHARD])
 FACTS = {"method": "full", "base_model": "/m", "trainer": {}}
 
 

@@ -117,7 +117,7 @@ NUMBERS = {
     "supervised": ("train", r"supervised \((\S+)\)"),
     "steps": ("train", r"^trained (\d+) steps"),
     "before": ("train", r"^step 0: held-out loss (\S+)"),
-    "after": ("train", r"^trained .*held-out loss (\S+)$"),
+    "after": ("train", r"^trained .*held-out loss ([\d.]+)"),
     "adapters adapter_parameters": ("lora", r"^(\d+) layers get .*: (\S+) of"),
     "moved folded": ("lora", r"by up to (\S+); folded .* by (\S+) at most"),
     "moved_adapters": ("merge", r"adapters: (\d+ of \d+)"),

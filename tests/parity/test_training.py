@@ -16,6 +16,7 @@ from tiny_models import WORDS, make_model, make_tokenizer
 from fullshard.config import RunConfig, config_from_dict
 from fullshard.data.pack import windows
 from fullshard.data.prepared import open_prepared, prepare
+from fullshard.errors import ConfigError
 from fullshard.run_folder import METRICS, PREPARED, checkpoint_path
 
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant", "warmup": 0, "clip_norm": 0}
@@ -256,10 +257,12 @@ def test_a_checkpoint_resumes_on_the_other_engine(tmp_path, method):
 )
 def test_every_way_of_sharding_gives_one_loss_and_one_checkpoint(tmp_path, method, sharding, replicas, reduce_each):
     """On 4 ranks against the oracle, whole weights from the checkpoint; resumed on 3 ranks that shard fully."""
-    if sharding == "replicate" and ENGINE["engine"] == "torch":
-        pytest.skip("fully_shard always frees after backward; the recipe is refused (test_config.py)")
     model = make_tokenizer(make_model(tmp_path / "model", vocab_size=65, hidden_size=20, intermediate_size=33))
     ways = {"sharding": sharding, "replicas": replicas, "save_every": 2, "keep_last": 3}
+    if sharding == "replicate" and ENGINE["engine"] == "torch":  # fully_shard always frees after backward
+        with pytest.raises(ConfigError, match=r"train\.sharding=replicate needs engine=simple"):
+            make_run(tmp_path / "run", model, method, **SGD, **ways)
+        return
     config = make_run(tmp_path / "run", model, method, **SGD, **ways)
     given = config.model_dump(exclude_unset=True)
     pool(4).run(train_on_ranks, str(tmp_path / "run"), given, [1, "rows"], None, "fp32", reduce_each)

@@ -15,14 +15,8 @@ DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective b
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES = 100_000_000
-MOMENTS = (
-    "always",
-    "backward",
-    "late",
-    "head",
-    "block",
-    "step",
-)  # backward: all of it; late: its end; head and block: parts
+# Of backward: all of it; late: its end; head and block: parts, never together.
+MOMENTS = ("always", "backward", "late", "head", "block", "step")
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class Job:
     micro_tokens: int  # padded area, rows x longest, of one micro-batch on one rank
     longest: int  # tokens of the longest row
     recompute: bool | int  # how many of the first blocks; True: all
-    accumulates: bool  # more than one micro-batch a step
+    accumulates: bool  # whole gradients are kept over several micro-batches
     adapters: int  # adapter parameters, 0 for full
     adapted_inputs: int  # input features of a block's layers under DoRA, else 0
     on_cpu: bool

@@ -1,5 +1,6 @@
 """From a recipe to a plan: the largest micro-batch that fits by memory.py, recomputation only where needed."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,10 +83,9 @@ def make_plan(
     if ranks not in (None, num_ranks):
         raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
     if num_ranks % config.train.replicas:
+        fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if not num_ranks % n)
         message = f"train.replicas={config.train.replicas} does not divide {num_ranks} ranks."
-        raise PlanError(
-            message, f"Take one of {', '.join(str(n) for n in range(1, num_ranks + 1) if not num_ranks % n)}."
-        )
+        raise PlanError(message, f"Take one of {fitting}.")
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
@@ -153,17 +153,22 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     lengths = np.minimum(facts.volume.lengths, limit)
     first = windows(lengths, train.seed, 0, parse_quantity(train.global_batch))[:3]
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
+
+    @functools.cache
+    def accumulates(micro_batch: tuple[int, str]) -> bool:
+        return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first)
+
     ways = itertools.product((False, True), recomputes, _micro_batches(config, num_ranks, facts))
     for reduce_each, recompute, micro_batch in ways:
-        count, unit = micro_batch
-        accumulates = any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first)
-        if reduce_each and not accumulates:
+        if reduce_each and not accumulates(micro_batch):
             continue
+        count, unit = micro_batch
         job = Job(
             method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, recompute=recompute,
             precision=choose_precision(config, facts.machine), on_cpu=facts.machine.kind == "cpu",
             micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
-            accumulates=accumulates and not reduce_each, gathers_all=train.sharding != "full", replicas=train.replicas,
+            accumulates=accumulates(micro_batch) and not reduce_each,
+            gathers_all=train.sharding != "full", replicas=train.replicas,
             adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
             adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
         )  # fmt: skip
@@ -216,6 +221,17 @@ def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, 
     return [change for makes_sense, change in changes if makes_sense]
 
 
+def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """The recipe with the changes of its keys; ``ranks`` is no key of it."""
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        elif key != "ranks":
+            config = config.model_copy(update={key: value})
+    return config
+
+
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     machine, singles = facts.machine, _changes(config, num_ranks, facts)
     ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
@@ -227,15 +243,8 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         if len(fitting) == 3:
             break
         words = [ranks_word.format(new) if key == "ranks" else f"{key}={new}" for key, new in changes.items()]
-        changed, ranks = config, changes.get("ranks", num_ranks)
-        for key, value in changes.items():
-            section, _, name = key.rpartition(".")
-            if key != "ranks":
-                inner = (
-                    {section: getattr(changed, section).model_copy(update={name: value})} if section else {name: value}
-                )
-                changed = changed.model_copy(update=inner)
-        peak, allowed = choose(changed, ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        ranks = changes.get("ranks", num_ranks)
+        peak, allowed = choose(_apply(config, changes), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         if peak <= allowed:
             text = " ".join(words).replace("=None", "=null")
             fitting[f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)"] = changes

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class ShardedModel(Protocol):
 
     def replicas(self, name: str) -> int:
         """On how many ranks an element of this parameter lives: 1 where sharded, all where replicated."""
+
+
+def in_later_replica(mesh: DeviceMesh) -> bool:
+    """Whether another rank has all that this one has, and comes first (HSDP: the mesh's first dimension replicates)."""
+    return mesh.ndim > 1 and mesh.get_coordinate()[0] > 0
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

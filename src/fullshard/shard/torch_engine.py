@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.device import device_of
-from fullshard.shard.interface import Shard, local_part
+from fullshard.shard.interface import Shard, in_later_replica, local_part
 from fullshard.train.precision import Precision
 
 
@@ -26,7 +26,7 @@ class TorchShardedModel:
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
         self._num_ranks, self._rank = mesh.size(-1), mesh.get_coordinate()[-1]  # among which parameters are cut
-        self._num_replicas, self._replica = mesh.size() // mesh.size(-1), mesh.get_coordinate()[0] * (mesh.ndim - 1)
+        self._num_replicas, self._is_copy = mesh.size() // mesh.size(-1), in_later_replica(mesh)
         self._prefix = getattr(model, "name_prefix", "")
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
         whole = replicated | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -63,7 +63,7 @@ class TorchShardedModel:
             if name not in self._replicated:
                 rows_per_rank = -(-shape[0] // self._num_ranks)
                 start = min(self._rank * rows_per_rank, shape[0]) * math.prod(shape[1:])
-            is_copy = self._replica > 0 or (name in self._replicated and self._rank > 0)
+            is_copy = self._is_copy or (name in self._replicated and self._rank > 0)
             stop, trainable = start + value.numel(), parameter.requires_grad
             found.append(Shard(name, shape, start, stop, value, gradient, trainable, is_copy))
         return found

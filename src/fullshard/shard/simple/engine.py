@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard.device import device_of
 from fullshard.errors import ConfigError, TrainError
-from fullshard.shard.interface import Shard
+from fullshard.shard.interface import Shard, in_later_replica
 from fullshard.shard.simple.layout import lay_out_group
 from fullshard.shard.simple.unit import BufferPool, Group, Phase, Unit, Wires
 from fullshard.shard.simple.wire import Wire
@@ -75,8 +75,8 @@ class Schedule:
 
     def coming_back(self, unit: Unit) -> list[Unit]:
         """The units whose backward comes after ``unit``'s; after that of the model, the last."""
-        known = [place for place in range(self._place_back) if self.order[place] is unit]
-        self._place_back = place = known[-1] if known else self._place_back
+        known = (place for place in reversed(range(self._place_back)) if self.order[place] is unit)
+        self._place_back = place = next(known, self._place_back)
         return self.order[max(0, place - self._prefetch) : place][::-1]
 
 
@@ -100,9 +100,8 @@ class SimpleShardedModel:
         self.num_ranks = shard_mesh.size()
         reduce_dtype = None if device.type == "cpu" else precision.reduce
         reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
-        is_copy = mesh.ndim > 1 and mesh.get_coordinate()[0] > 0
         gather, reduce = Wire(shard_mesh.get_group(), device), Wire(reduce_group, device)
-        self._wires = Wires(gather, reduce, reduce_dtype, self._note, is_copy)
+        self._wires = Wires(gather, reduce, reduce_dtype, self._note, in_later_replica(mesh))
         self._pool = BufferPool(BUFFERS, device)
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []

@@ -147,7 +147,7 @@ class RunConfig(Section):
     method: Literal["full", "lora"] = "lora"
     lora: LoraSection = Field(default_factory=LoraSection)
     train: TrainSection = Field(default_factory=TrainSection)
-    engine: Literal["torch", "simple"] = "torch"
+    engine: Literal["auto", "torch", "simple"] = "auto"
     output: str = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -157,7 +157,7 @@ class RunConfig(Section):
         for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
             if not value or not all(value):
                 raise ValueError(f"{name} is empty")
-        if self.train.sharding == "replicate" and self.engine != "simple":
+        if self.train.sharding == "replicate" and self.engine == "torch":
             raise ValueError("train.sharding=replicate needs engine=simple; fully_shard has full and keep")
         if self.data.columns == {}:
             raise ValueError("data.columns is empty; leave it out where the columns are known by themselves")

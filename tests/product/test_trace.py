@@ -70,7 +70,7 @@ def test_a_step_of_two_micro_batches(job, capsys, monkeypatch):
     monkeypatch.chdir(job)
     before = set(job.iterdir())
     recipe = yaml.safe_load((job / "recipe.yaml").read_text(encoding="utf-8"))
-    assert "engine" not in recipe  # the default, torch: a trace takes the simple engine all the same
+    assert "engine" not in recipe  # auto: a trace takes the simple engine anyway
     wish = ["train.micro_batch=1 rows", "train.recompute=blocks", "--ranks", "2", "--output", "step.html"]
     code, out, errors = run(capsys, "trace", "recipe.yaml", *wish)
     assert code == 0, errors

@@ -81,7 +81,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nmethod: *b\n"
         (GOOD.replace("run", '"a\\0b"'), "output: holds a NUL character"),
         (GOOD.replace("a.jsonl}", "a.jsonl, columns: {}}"), "data.columns is empty"),
         (GOOD.replace("output: run", "output: m/run"), "lies in the model folder m"),
-        (GOOD + "train: {sharding: replicate}\n", "train.sharding=replicate needs engine=simple"),
+        (GOOD + "engine: torch\ntrain: {sharding: replicate}\n", "train.sharding=replicate needs engine=simple"),
     ],
 )
 def test_recipes_that_could_be_read_in_two_ways_are_refused(tmp_path, text, message):

@@ -20,6 +20,7 @@ class Plan:
     method: str
     ranks: int
     device: str  # cpu | cuda | npu
+    engine: str  # torch | simple
     precision: str  # a mode of train/precision.py
     micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
     recompute: bool | int  # how many of the first blocks; True: all
@@ -54,7 +55,7 @@ class Plan:
         micro_batch = f"micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}"
         width = max(len(line.cause) for line in self.lines)
         lines = [
-            f"Plan: {self.method} on {self.ranks} x {self.card or self.device}, {kept}, {micro_batch}",
+            f"Plan: {self.method} on {self.ranks} x {self.card or self.device}, {kept}, {micro_batch}, engine {self.engine}",
             f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
             f"Step: {self.batch}; {self.num_steps:,} steps",
             "Memory of one rank:",

@@ -19,6 +19,7 @@ from fullshard.planning.memory import Job, memory_lines, moment_peaks
 from fullshard.planning.plan import Plan, format_bytes
 from fullshard.planning.speed import EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
+from fullshard.shard import choose_engine
 from fullshard.train.precision import precision_of
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
@@ -268,6 +269,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
+        engine=choose_engine(config.engine, config.train.sharding, machine.kind),
         micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
         lines=tuple(memory_lines(facts.shape, job)), moments=choice.moments,
         peak_bytes=choice.peak_bytes, usable_bytes=machine.usable_bytes(num_ranks),

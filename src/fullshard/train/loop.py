@@ -23,6 +23,7 @@ from fullshard.errors import CheckpointError, ConfigError, TrainError
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
+from fullshard.shard import choose_engine
 from fullshard.train import optimizer as updates
 from fullshard.train.loss import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
@@ -117,8 +118,9 @@ class Trainer:
         self.planned_bytes = plan.get("moments", {}).get("train")
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
+        engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
         size = f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained"
-        log.say(f"{size} ({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}")
+        log.say(f"{size} ({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}, engine {engine}")
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)

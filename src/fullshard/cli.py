@@ -69,6 +69,7 @@ def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
 
 
 TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
+TYPES["amount"] = float | None
 TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"]}
 CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_once}}
 CALLS |= {"template_arguments": {"parser": _json_object}}
@@ -92,7 +93,16 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
 
 
 def _plan(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
-    _print_result(fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), **options), json_output)
+    compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
+    if compare and explain:
+        raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
+    config = fullshard.load_config(recipe, overrides or ())
+    result = (fullshard.compare_plans if compare else fullshard.make_plan)(config, **options)
+    if html or lang != "en":
+        page = fullshard.write_plan_page(result, html or "plan.html", lang)
+    _print_json(result) if json_output else print(result.to_text(explain) if explain else result.to_text())
+    if (html or lang != "en") and not json_output:
+        print(f"Page: {page}")
 
 
 def _train(recipe: str, overrides: list[str] | None, ranks: int | None, json_output: bool, schema: bool) -> None:

@@ -69,8 +69,7 @@ def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
 
 
 TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
-TYPES["amount"] = float | None
-TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"]}
+TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"], "amount": float | None}
 CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_once}}
 CALLS |= {"template_arguments": {"parser": _json_object}}
 
@@ -96,13 +95,12 @@ def _plan(recipe: str, overrides: list[str] | None, json_output: bool, **options
     compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
     if compare and explain:
         raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
-    config = fullshard.load_config(recipe, overrides or ())
-    result = (fullshard.compare_plans if compare else fullshard.make_plan)(config, **options)
-    if html or lang != "en":
-        page = fullshard.write_plan_page(result, html or "plan.html", lang)
-    _print_json(result) if json_output else print(result.to_text(explain) if explain else result.to_text())
-    if (html or lang != "en") and not json_output:
-        print(f"Page: {page}")
+    make = fullshard.compare_plans if compare else fullshard.make_plan
+    made = make(fullshard.load_config(recipe, overrides or ()), **options)
+    page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
+    if explain and not json_output:
+        return print(made.to_text(explain=True), *([f"Page: {page}"] if page else []), sep="\n")
+    _print_result(made, json_output, *([f"Page: {page}"] if page else []))
 
 
 def _train(recipe: str, overrides: list[str] | None, ranks: int | None, json_output: bool, schema: bool) -> None:

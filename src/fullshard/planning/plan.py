@@ -75,20 +75,9 @@ class Comparison:
     own: Plan
     plans: tuple[Plan, ...]
 
-    def rows(self) -> list[list[str]]:
-        """The table with its headings, a row a plan. What does not fit has no speed, time or cost."""
-        rows = [EXPLAIN["columns"]]
-        for plan in self.plans:
-            cells = [plan.method, str(plan.ranks), *map(format_bytes, (plan.peak_bytes, plan.usable_bytes))]
-            time = format_minutes(plan.seconds_low, plan.seconds_high)
-            times = [format_range(*plan.tokens_per_second), time, format_range(*plan.device_hours)]
-            times += [f"{format_range(*plan.cost)} {plan.currency}".rstrip()] if plan.cost else []
-            rows.append([*cells, "yes", *times] if plan.fits else [*cells, "no", *["-"] * len(times)])
-        return [row[: len(rows[-1])] for row in rows]
-
     def to_text(self) -> str:
-        """The table, and which plan is the recipe's own, the fastest, the cheapest."""
-        return _render("compare.txt", rows=self.rows(), plans=self.plans, own=self.own)
+        """A table, of what fits with speed, time and cost; which plan is the recipe's own, the fastest, the cheapest."""
+        return _render("compare.txt", plans=self.plans, own=self.own)
 
     def to_json(self) -> list[dict[str, Any]]:
         """All plans; of those with ``fits`` false speed and time mean nothing."""
@@ -110,12 +99,10 @@ def find_peak(timeline: dict[str, list[int]], lines: Sequence[Line], moments: di
     """``where`` the ranks' largest moment lies (a key of explain.yaml's peaks); ``causes``: bytes, largest first."""
     columns = [dict(zip(timeline, sizes, strict=True)) for sizes in zip(*timeline.values(), strict=True)]
     where = max((moment for moment in moments if moment != "merge"), key=moments.__getitem__)
-    causes, size = {line.cause: line.bytes for line in lines if line.when == "always"}, moments[where]
-    if where == "load":
-        causes = columns[1]
-    elif where == "train":
-        place = max(range(2, len(columns)), key=lambda place: sum(columns[place].values()))
-        where, causes = EXPLAIN["stages"][place], columns[place]
+    place = max(range(2, len(columns)), key=lambda place: sum(columns[place].values()))
+    found = {"load": ("load", columns[1]), "train": (EXPLAIN["stages"][place], columns[place])}
+    size, always = moments[where], {line.cause: line.bytes for line in lines if line.when == "always"}
+    where, causes = found.get(where, (where, always))
     causes[REST] = size - sum(causes.values()) + causes.get(REST, 0)
     ordered = {cause: size for cause, size in sorted(causes.items(), key=lambda item: -item[1]) if size}
     return {"where": where, "causes": ordered}

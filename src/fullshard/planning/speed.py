@@ -106,11 +106,8 @@ def micro_batch_seconds(*inputs: Any) -> dict[str, float]:
     return seconds | {"wire": wire, "hidden": hidden, "total": busy + wire - hidden}
 
 
-def _wire(
-    shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice, shares: Any
-) -> tuple[float, float]:
-    """Bytes of a micro-batch on the links that take longest, and their rate: rings in a node and, at once, across
-    nodes; replicas add what is cut."""
+def _wire(shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice, shares: Any) -> tuple[float, float]:
+    """Bytes of a micro-batch on the slowest links, and their rate: rings in a node and, at once, across nodes."""
     inside, cut = -(-job.num_ranks // run.nodes), job.num_ranks // job.replicas  # devices of a node; of a replica
     gathered = (1 if job.gathers_all else 2) * job.compute_bytes * shape.parameters
     reduced = (does.reduced or 4) * (shape.parameters if job.method == "full" else job.adapters)

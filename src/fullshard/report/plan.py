@@ -35,7 +35,8 @@ def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en"
         (words["notes"], [say(note) for note in plan.notes] or [words["none"]]),
     ]
     if found is not plan:
-        names, *rows = [[say(cell) for cell in row] for row in found.rows()]
-        sections.insert(1, (words["compared"], [table(names, rows), say(found.to_text().splitlines()[len(rows) + 1])]))
+        lines = found.to_text().splitlines()
+        names, *rows = [[say(cell) for cell in re.split(" {2,}", line)] for line in lines if "  " in line]
+        sections.insert(1, (words["compared"], [table(names, rows), say(lines[len(rows) + 1])]))
     (path := Path(path)).write_text(page(words["title"], sections, lang), encoding="utf-8", errors="backslashreplace")
     return path

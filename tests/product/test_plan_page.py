@@ -117,7 +117,7 @@ def test_chinese_pages_leave_no_english(job, capsys, tmp_path):
 def test_side_by_side_on_the_page(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, errors = run(capsys, "plan", str(EXAMPLE), "--devices", "8xa800", "--compare", "--html", "c.html", "--json")
-    plans = json.loads(out)
+    plans = json.loads(out)["plans"]
     assert code == 0 and [plan["ranks"] for plan in plans] == [4, 8, 16, 32] * 2, errors
     parser = parse((tmp_path / "c.html").read_text(encoding="utf-8"))
     assert parser.tags.count("table") == 4 and {"yes", "device-hours", "peak a rank"} <= cells(parser)

@@ -2,7 +2,7 @@
 memory over a step and the formulas of time, plan.txt and compare.txt the reports."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +70,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plans of one recipe as full and as LoRA on several numbers of ranks; ``own`` is the recipe's."""
+    """Plans of one recipe as full and as LoRA on several numbers of ranks; ``own`` is the recipe's. Where ``fits`` is
+    false, speed, time and cost mean nothing."""
 
     own: Plan
     plans: tuple[Plan, ...]
 
     def to_text(self) -> str:
-        """A table, of what fits with speed, time and cost; which plan is the recipe's own, the fastest, the cheapest."""
+        """A table; and which plan is the recipe's own, the fastest that fits, the cheapest."""
         return _render("compare.txt", plans=self.plans, own=self.own)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """All plans; of those with ``fits`` false speed and time mean nothing."""
-        return [asdict(plan) for plan in self.plans]
 
 
 def step_timeline(lines: Sequence[Line], load_bytes: int) -> dict[str, list[int]]:

@@ -25,7 +25,8 @@ def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en"
     drawing = stacked(words["stages"], series, plan.usable_bytes / size, unit, words)
     report = [line.partition(": ") for line in plan.to_text().splitlines() if not line.startswith(" ")]
     figures = [[say(name), say(text)] for name, _, text in report if text and name != "Note"]
-    causes = [[say(x.cause), x.bytes, say(EXPLAIN["moments"][x.when] + x.formula)] for x in plan.lines]
+    moments = EXPLAIN["moments"]
+    causes = [[say(line.cause), line.bytes, say(moments[line.when] + line.formula)] for line in plan.lines]
     chart = bars({say(line.cause): line.bytes / size for line in plan.lines}, words["cause"], unit)
     sections = [
         (words["figures"], [table(words["figure_columns"], figures)]),

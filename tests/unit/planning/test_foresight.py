@@ -223,7 +223,7 @@ def test_the_peak_of_a_large_model_names_its_cause():
 
 def value_of(formula: str) -> float:
     """What a formula's text comes to: numbers, x, /, + and brackets count, words do not."""
-    tokens = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?|(?<= )x(?= )|[/+()]", formula)
+    tokens = re.findall(r"(?<![A-Za-z\d])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?|(?<= )x(?= )|[/+()]", formula)
     return eval("".join(token.replace(",", "").replace("x", "*") for token in tokens))
 
 
@@ -332,8 +332,8 @@ def test_the_command_line_compares(recipe, capsys):
     assert code == 0 and out.splitlines()[0].split()[:2] == ["method", "ranks"], errors
     options = ["--price", "12", "--currency", "CNY", "--json"]
     code, out, errors = run_cli(capsys, "plan", "recipe.yaml", "--ranks", "2", "--compare", *options)
-    plans = json.loads(out)
-    assert code == 0 and len(plans) == 6, errors
+    plans = json.loads(out)["plans"]
+    assert code == 0 and len(plans) == 6 and json.loads(out)["own"] == plans[1], errors
     for plan in plans:
         assert plan["cost"] == pytest.approx([12 * hours for hours in plan["device_hours"]])
         low, high = plan["seconds_low"] * plan["ranks"] / 3600, plan["seconds_high"] * plan["ranks"] / 3600

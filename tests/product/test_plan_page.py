@@ -1,5 +1,5 @@
-"""``fullshard plan --html``: the page by a strict parser and in Chromium, in both languages; and a run that says what it
-planned next to what it measured."""
+"""``fullshard plan --html``: the page by a strict parser and in Chromium, in both languages; and a run that tells what
+was planned next to what it measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_the_drawing_is_to_scale(job):
         assert (float(zero) - 4 - y) / pixels == pytest.approx(total, abs=0.2 / pixels)
     xs = [x for x, _ in points[0][:10]]
     assert xs == sorted(xs) and [x for x, _ in points[0][10:]] == xs[::-1]
-    for below, area in zip(points, points[1:], strict=False):  # each stands on the one below
+    for below, area in pairwise(points):  # each stands on the one below
         assert area[10:] == below[:10][::-1]
 
 
@@ -116,7 +117,9 @@ def test_chinese_pages_leave_no_english(job, capsys, tmp_path):
 
 def test_side_by_side_on_the_page(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, errors = run(capsys, "plan", str(EXAMPLE), "--devices", "8xa800", "--compare", "--html", "c.html", "--json")
+    code, out, errors = run(
+        capsys, "plan", str(EXAMPLE), "--devices", "8xa800", "--compare", "--html", "c.html", "--json"
+    )
     plans = json.loads(out)["plans"]
     assert code == 0 and [plan["ranks"] for plan in plans] == [4, 8, 16, 32] * 2, errors
     parser = parse((tmp_path / "c.html").read_text(encoding="utf-8"))
@@ -179,7 +182,9 @@ def test_a_run_keeps_both_and_its_checkpoint_has_the_planned_size(tmp_path, monk
         assert step["planned_seconds"] == pytest.approx([step["tokens"] / fast, step["tokens"] / slow])
         assert step["planned_bytes"] == plan["moments"]["train"] and step["memory_bytes"] > 0
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step 3: ")]
-    assert len(said) == 1 and re.fullmatch(r"step 3: \S+ s, planned \S+ - \S+ s; peak \S+ GB a rank, planned .*", said[0])
+    assert len(said) == 1 and re.fullmatch(
+        r"step 3: \S+ s, planned \S+ - \S+ s; peak \S+ GB a rank, planned .*", said[0]
+    )
     sizes = {}
     for file in sorted((result.run / "checkpoints").glob("step_*/*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

@@ -70,8 +70,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plans of one recipe as full and as LoRA on several numbers of ranks; ``own`` is the recipe's. Where ``fits`` is
-    false, speed, time and cost mean nothing."""
+    """Plans of one recipe as full and as LoRA on several numbers of ranks, of which ``own`` is the recipe's."""
 
     own: Plan
     plans: tuple[Plan, ...]

@@ -89,8 +89,7 @@ def make_plan(
     if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
         raise _does_not_fit(config, num_ranks, facts, choice)
     plan = _finish(config, num_ranks, facts, choice)
-    output = Path(config.output).absolute()
-    place = next(path for path in (output, *output.parents) if path.exists())
+    place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
     if not facts.machine.card and (free := shutil.disk_usage(place).free) < plan.disk_bytes:
         needs = f"A checkpoint takes {format_bytes(plan.disk_bytes)}; the disk of {place} has {format_bytes(free)} free"
         raise PlanError(f"{needs}.", "Set output=FOLDER on another disk, or free this one.")
@@ -301,10 +300,10 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
     machine, volume, job, price = facts.machine, facts.volume, choice.job, facts.price
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
     card, lines = machine.card or machine.known, tuple(memory_lines(facts.shape, job))
-    timed = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card)
-    low, high, quick, slow, numbers = timed
-    numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks}
-    hours = numbers["hours"] = low * num_ranks / 3600, high * num_ranks / 3600
+    inputs = facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card
+    low, high, quick, slow, numbers = run_seconds(*inputs)
+    hours = low * num_ranks / 3600, high * num_ranks / 3600
+    numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks, "hours": hours}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
@@ -335,9 +334,11 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
     stored, near = does.weight + does.states, job.num_ranks if job.on_cpu else min(job.num_ranks, DEVICES_OF_A_NODE)
     passing = max(4 * shape.largest_tensor, stored * written * job.replicas // job.num_ranks)
     each = choice.peak_bytes if job.on_cpu else CPU_PROCESS_BYTES + passing
-    sizes = {"disk_bytes": stored * written + 64 * shape.vocab_size, "host_bytes": near * each + LAUNCHER_BYTES}
-    sizes |= {"stored": stored, "written": written, "vocabulary": shape.vocab_size, "near": near, "host_each": each}
-    return sizes | {"launcher": LAUNCHER_BYTES}
+    return {
+        "disk_bytes": stored * written + 64 * shape.vocab_size, "host_bytes": near * each + LAUNCHER_BYTES,
+        "stored": stored, "written": written, "vocabulary": shape.vocab_size, "near": near, "host_each": each,
+        "launcher": LAUNCHER_BYTES,
+    }  # fmt: skip
 
 
 def _notes(config: RunConfig, facts: Facts, choice: Choice) -> list[str]:

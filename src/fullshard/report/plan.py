@@ -25,9 +25,8 @@ def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en"
     drawing = stacked(words["stages"], series, plan.usable_bytes / size, unit, words)
     report = [line.partition(": ") for line in plan.to_text().splitlines() if not line.startswith(" ")]
     figures = [[say(name), say(text)] for name, _, text in report if text and name != "Note"]
-    moments = EXPLAIN["moments"]
-    causes = [[say(line.cause), line.bytes, say(moments[line.when] + line.formula)] for line in plan.lines]
-    chart = bars({say(line.cause): line.bytes / size for line in plan.lines}, words["cause"], unit)
+    causes = [[say(each.cause), each.bytes, say(EXPLAIN["moments"][each.when] + each.formula)] for each in plan.lines]
+    chart = bars({say(line.cause): line.bytes / size for line in plan.lines}, "", unit)
     sections = [
         (words["figures"], [table(words["figure_columns"], figures)]),
         (words["step"], [drawing, *words["reading"]]),
@@ -38,6 +37,6 @@ def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en"
     if found is not plan:
         lines = found.to_text().splitlines()
         names, *rows = [[say(cell) for cell in re.split(" {2,}", line)] for line in lines if "  " in line]
-        sections.insert(1, (words["compared"], [table(names, rows), say(lines[len(rows) + 1])]))
+        sections.insert(1, (words["compared"], [table(names, rows), say(lines[len(rows) + 2])]))
     (path := Path(path)).write_text(page(words["title"], sections, lang), encoding="utf-8", errors="backslashreplace")
     return path

@@ -15,6 +15,8 @@ from rank_pool import free_port
 from safetensors.torch import load_file, save_file
 from tiny_models import make_job
 
+from fullshard.run_folder import claim_run
+
 ENDED_WITHIN_SECONDS = 30
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 FULLSHARD = [sys.executable, "-m", "fullshard"]
@@ -130,3 +132,19 @@ def test_a_damaged_model_file_is_named(job):
     done = call(job, "train", "recipe.yaml")
     assert done.returncode == 2 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
     assert not (job / "run").exists()  # refused before anything is written
+
+
+def test_train_starts_again_where_a_start_was_killed(job):
+    """kill -9 while the data is prepared leaves launch.json and no plan: the next start clears that; a living one is
+    not disturbed."""
+    run = job / "run"
+    run.mkdir()
+    for name in ("recipe.yaml", "launch.json", "config.json"):
+        (run / name).write_text("{}")
+    with claim_run(run, "prepared"):
+        refused = call(job, "train", "recipe.yaml")
+    assert refused.returncode == 2 and f"is being prepared now, by process {os.getpid()}" in refused.stderr
+    assert (run / "config.json").read_text() == "{}"
+    done = call(job, "train", "recipe.yaml")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(run)) == 6

@@ -41,7 +41,9 @@ def configurations() -> list[dict[str, Any]]:
         (1, 2, 4), ("simple", "torch"), ("full", "lora"), ("none", "blocks")
     ):
         found.append({"model": "30M", "ranks": ranks, "engine": engine, "method": method, "recompute": recompute})
-    for model, engine, method in itertools.product(("12M", "45M", "60M", "135M"), ("simple", "torch"), ("full", "lora")):
+    for model, engine, method in itertools.product(
+        ("12M", "45M", "60M", "135M"), ("simple", "torch"), ("full", "lora")
+    ):
         found.append({"model": model, "ranks": 2, "engine": engine, "method": method, "recompute": "none"})
     for engine, method, ranks in itertools.product(("simple", "torch"), ("full", "lora"), (2,)):
         found.append({"model": "12M", "ranks": ranks, "engine": engine, "method": method, "recompute": "none"})
@@ -49,7 +51,9 @@ def configurations() -> list[dict[str, Any]]:
     found += [{"model": "30M", "ranks": 2, "engine": engine, "method": "full", "recompute": "none", "windows": 3}
               for engine in ("simple", "torch")]  # fmt: skip
     for one in found:
-        one["timed"] = one["ranks"] == 2 and one["recompute"] == "none" and one["engine"] == "simple" or "windows" in one
+        one["timed"] = "windows" in one or (
+            one["ranks"] == 2 and one["recompute"] == "none" and one["engine"] == "simple"
+        )
         one.setdefault("precision", "fp32")
         one.setdefault("tokens", 1024 if one["model"] in ("12M", "30M", "45M") else 512)
     return found
@@ -80,8 +84,8 @@ def recipe(one: dict[str, Any], model: Path, rows: Path) -> dict[str, Any]:
     return {
         "model": {"path": str(model)}, "engine": one["engine"], "method": one["method"],
         "data": {
-            "train": str(rows), "columns": {"question": "user", "answer": "assistant"}, "max_length": one["tokens"] // 2,
-            "packing": True, "too_long": "drop",
+            "train": str(rows), "columns": {"question": "user", "answer": "assistant"}, "packing": True,
+            "max_length": one["tokens"] // 2, "too_long": "drop",
         },
         "train": {
             "global_batch": f"{tokens} tokens", "micro_batch": f"{one['tokens']} tokens", "recompute": one["recompute"],
@@ -111,8 +115,8 @@ def measure(one: dict[str, Any], model: Path, rows: Path, folder: Path, with_tim
     planned = max(plan["moments"]["load"], plan["moments"]["train"]) - libraries
     last = run["steps"][-1]
     measured = last["memory_bytes"] - last["start_bytes"]
-    found = {**one, "planned_bytes": planned, "measured_bytes": measured, "start_bytes": last["start_bytes"],
-             "error": planned / measured - 1, "lines": {line["cause"]: line["bytes"] for line in plan["lines"]}}  # fmt: skip
+    found = {**one, "planned_bytes": planned, "measured_bytes": measured, "start_bytes": last["start_bytes"]}
+    found |= {"error": planned / measured - 1, "lines": {line["cause"]: line["bytes"] for line in plan["lines"]}}
     if timed:
         speed = statistics.median(step["tokens_per_second"] for step in run["steps"][1:])
         found |= {"probed_tokens_per_second": probed, "tokens_per_second": speed, "time_error": probed / speed - 1}

@@ -30,16 +30,15 @@ TEMPLATE = (
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """K1 whose template has a variable and whose merge says that the run set it to sun."""
-    folder = make_tokenizer(make_model(tmp_path / "model", initializer_range=0.4), chat_template=TEMPLATE)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    folder = make_tokenizer(make_model(tmp_path / "model", initializer_range=1.0), chat_template=TEMPLATE)
     (folder / "merge.json").write_text(json.dumps({"settings": {"template_arguments": {"place": "sun"}}}))
     return folder
 
 
-def ask(port: int, body: dict) -> dict:
+def ask(port: int, model: Path, body: dict) -> dict:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps({"model": "any", "temperature": 0, "max_tokens": 6, "seed": 1, **body}).encode(),
+        json.dumps({"model": str(model), "temperature": 0, "max_tokens": 6, "seed": 1, **body}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -51,9 +50,11 @@ def test_served_answers_are_those_of_generate(folder):
     port, messages = free_port(), [{"role": "user", "content": "red blue"}]
     command = [sys.executable, "-m", "fullshard", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
         try:
-            assert f"answers at http://127.0.0.1:{port}/v1" in server.stdout.readline()
+            assert f"http://127.0.0.1:{port}/v1 answers as model {folder}" in server.stdout.readline()
             for line in server.stderr:
                 if "Uvicorn running" in line:
                     break
@@ -65,8 +66,11 @@ def test_served_answers_are_those_of_generate(folder):
                 prompts.append(prompt_tokens(answerer, messages))
                 wanted.append(decode(answerer, generate_ids(answerer, [prompts[-1]], 6)[0]))
             assert prompts[0] != prompts[1]
-            found = [ask(port, {"messages": messages}), ask(port, {"messages": messages, "chat_template_kwargs": {"place": "moon"}})]
-            assert [answer["choices"][0]["message"]["content"].strip() for answer in found] == [w.strip() for w in wanted]
+            bodies = [{"messages": messages}, {"messages": messages, "chat_template_kwargs": {"place": "moon"}}]
+            found = [ask(port, folder, body) for body in bodies]
+            assert [answer["choices"][0]["message"]["content"].strip() for answer in found] == [
+                w.strip() for w in wanted
+            ]
             assert wanted[0] != wanted[1]
         finally:
             children = psutil.Process(server.pid).children(recursive=True)
@@ -107,4 +111,11 @@ def test_vllm_is_taken_on_an_accelerator(folder, monkeypatch):
         serve.serve_model(folder, "127.0.0.1", port := free_port())
     program, arguments = caught.value.args
     assert program == "/bin/vllm" and arguments[:3] == ["/bin/vllm", "serve", str(folder)]
-    assert arguments[3:] == ["--host", "127.0.0.1", "--port", str(port), "--default-chat-template-kwargs", '{"place": "sun"}']
+    assert arguments[3:] == [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--default-chat-template-kwargs",
+        '{"place": "sun"}',
+    ]

@@ -39,10 +39,11 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "train"]
 
 
-def ranks_alive() -> list[psutil.Process]:
+def ranks_alive(job: Path) -> list[psutil.Process]:
+    """Those of this folder: others may run on the same machine."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "fullshard.launch" in (process.info["cmdline"] or []):
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if "fullshard.launch" in (process.info["cmdline"] or []) and process.info["cwd"] == str(job):
             found.append(process)
     return found
 
@@ -59,7 +60,7 @@ def test_a_value_that_is_not_finite_is_named_and_ends_every_rank(job):
     again = call(job, "train", "recipe.yaml")
     assert again.returncode == 2 and "resume" not in again.stderr and "output=ANOTHER_FOLDER" in again.stderr
     assert "non-finite" in done.stderr and "Step 1" in done.stderr and "Traceback" not in done.stderr
-    assert not ranks_alive()
+    assert not ranks_alive(job)
 
 
 def test_a_killed_rank_ends_the_run(job):
@@ -70,7 +71,7 @@ def test_a_killed_rank_ends_the_run(job):
     for line in process.stdout:
         if line.startswith("step 1/"):
             break
-    children = [child for child in psutil.Process(process.pid).children(recursive=True) if child in ranks_alive()]
+    children = [child for child in psutil.Process(process.pid).children(recursive=True) if child in ranks_alive(job)]
     assert len(children) == 2
     children[1].send_signal(signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDED_WITHIN_SECONDS)
@@ -85,13 +86,15 @@ def test_ranks_end_with_a_launcher_that_is_killed(job):
         [*FULLSHARD, "train", "recipe.yaml", "train.epochs=4000"],
         cwd=job, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    while "trial step" not in (line := process.stdout.readline()):
-        assert line, "the run ended before its first step"
-    ranks = ranks_alive()
+    try:
+        assert process.stdout is not None
+        while "trial step" not in (line := process.stdout.readline()):
+            assert line, "the run ended before its first step"
+        ranks = ranks_alive(job)
+    finally:
+        process.kill()
+        process.communicate()
     assert len(ranks) == 2
-    process.kill()
-    process.communicate()
     _, alive = psutil.wait_procs(ranks, timeout=ENDED_WITHIN_SECONDS)
     assert not alive
 

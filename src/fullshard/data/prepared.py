@@ -81,8 +81,8 @@ class PreparedData:
         return f"{self.meta['files'][file]}:{line}"
 
     def source_rows(self, part: int = 0, parts: int = 1) -> np.ndarray:
-        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it. ``part``: only
-        those whose content's hash leaves it when divided by ``parts``."""
+        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it. ``part``:
+        only those whose content's hash leaves it when divided by ``parts``."""
         found = []
         for start in range(0, len(self), PIECE_ROWS):
             origins = self._origins[max(0, start - 1) : start + PIECE_ROWS]
@@ -229,7 +229,7 @@ class _Split:
 
 
 def _header(tensors: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """Of a safetensors file, as the format's README has it. ``tensors``: dtype, shape and bytes, in the file's order."""
+    """Of a safetensors file, as the format's README has it. ``tensors``: dtype, shape and bytes, in their order."""
     found, end = {}, 0
     for name, (kind, shape, size) in tensors.items():
         found[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end := end + size]}

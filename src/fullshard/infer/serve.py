@@ -19,8 +19,8 @@ NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 def serve_model(
     model: str | Path, host: str = "localhost", port: int = 8000, template_arguments: dict[str, Any] | None = None
 ) -> None:
-    """Answer HTTP requests (/v1/chat/completions and more, see transformers serve or vllm serve) until Ctrl-C. A request
-    may override ``template_arguments``, by default those of the merged run, with its ``chat_template_kwargs``. fp32 on
+    """Answer HTTP requests (/v1/chat/completions and what else transformers or vLLM serves) until Ctrl-C. A request may
+    override ``template_arguments``, by default those of the merged run, with its ``chat_template_kwargs``. fp32 on
     CPU, bf16 on an accelerator. Raises ConfigError where the port is taken or a package is missing."""
     folder, device = fetch_model(model), select_device(0)
     if template_arguments is None:
@@ -39,6 +39,6 @@ def serve_model(
         raise ConfigError(f"serve needs {', '.join(missing)}, not installed here.", hint)
     from transformers.cli.serve import Serve
 
-    print(f"{folder} answers at http://{host}:{port}/v1 (OpenAI's protocol); Ctrl-C ends it", flush=True)
+    print(f"http://{host}:{port}/v1 answers as model {folder} (OpenAI's protocol); Ctrl-C ends it", flush=True)
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     Serve(str(folder), host=host, port=port, device=str(device), dtype=dtype, chat_template_kwargs=defaults)

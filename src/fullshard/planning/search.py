@@ -77,7 +77,8 @@ def make_plan(
     mean_tokens: int | None = None, tokens_per_second: float | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for ``ranks`` (default: what ``train`` would start) of this machine, or for ``devices``
-    (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say. ``tokens_per_second``: measured.
+    (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say.
+    ``tokens_per_second``: measured.
     Raises PlanError with changes that fit, ConfigError where rows are longer than the model's positions."""
     count, card = parse_devices(devices) if devices else (None, None)
     num_ranks = count or ranks or default_ranks()

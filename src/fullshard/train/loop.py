@@ -238,8 +238,8 @@ class Trainer:
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
             row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
             tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
-            start_bytes=self.start_bytes, planned_bytes=self.planned_bytes, share_of_peak=work / seconds / self.flops_per_second,
-            **self.scale.metrics,
+            start_bytes=self.start_bytes, planned_bytes=self.planned_bytes,
+            share_of_peak=work / seconds / self.flops_per_second, **self.scale.metrics,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> float:

@@ -14,6 +14,7 @@ _PLACES = {
     "train_run": ("fullshard.launch", "train_run"),
     "resume_run": ("fullshard.launch", "resume_run"),
     "trace_run": ("fullshard.launch", "trace_run"),
+    "probe_run": ("fullshard.launch", "probe_run"),
     "merge_run": ("fullshard.merge.job", "merge_run"),
     "generate_text": ("fullshard.infer.generate", "generate_text"),
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),

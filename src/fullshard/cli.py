@@ -91,7 +91,13 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
     return run
 
 
-def _plan(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+def _plan(recipe: str, overrides: list[str] | None, json_output: bool, probe: bool, **options: Any) -> None:
+    if probe and any(value for name, value in options.items() if name != "ranks"):
+        raise UserError(
+            "--probe runs real steps of the recipe on this machine.", "Of the other options it takes --ranks."
+        )
+    if probe:
+        return _print_result(fullshard.probe_run(recipe, overrides or (), options["ranks"]), json_output)
     _print_result(fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), **options), json_output)
 
 

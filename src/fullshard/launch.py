@@ -1,18 +1,21 @@
 """Starts the ranks of a run here, or recognises a launcher that has started them (torchrun and the like)."""
 
 import ctypes
+import json
 import logging
 import os
 import platform
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +27,7 @@ import yaml
 from fullshard import run_folder
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
-from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
+from fullshard.run_folder import claim_run, list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
@@ -34,6 +37,7 @@ MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
+PROBE_STEPS = 4
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
@@ -56,16 +60,39 @@ def trace_run(
     and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
     from fullshard.report.trace import write_trace
 
-    if _started_by_launcher():
-        raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
-    _check_ranks(ranks)
-    run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
-    config, text = _read_recipe(recipe, [*overrides, "engine=simple", "data.eval=null", f"output={run}"])
-    prepare_run(config, ranks, True, text, [])
-    _launch(run, ranks, None, "trace")
-    found = read_json(run / run_folder.TRACE)
-    shutil.rmtree(run)  # after a failure it stays, since the message may name files in it
+    with _short_run(Path(output), recipe, [*overrides, "engine=simple"], ranks, "trace") as run:
+        found = read_json(run / run_folder.TRACE)
     return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
+
+
+def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Any:
+    """The Plan of a recipe, its speed measured by PROBE_STEPS real steps. Raises what train_run raises."""
+    from fullshard.planning.plan import format_bytes
+    from fullshard.planning.search import make_plan
+
+    config, short = load_config(recipe, overrides), [*overrides, f"train.max_steps={PROBE_STEPS}"]
+    with _short_run(Path(config.output), recipe, short, ranks, "quiet") as run:
+        records = map(json.loads, (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines())
+        steps = [record for record in records if record["kind"] == "train"]
+    speed = statistics.median(record["tokens_per_second"] for record in steps[1:])
+    plan, peak = make_plan(config, ranks, tokens_per_second=speed), format_bytes(steps[-1]["memory_bytes"])
+    note = f"speed: measured in {len(steps)} steps, the first left out; they took {peak} a rank"
+    return replace(plan, notes=(note, *plan.notes))
+
+
+@contextmanager
+def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: int | None, mode: str) -> Iterator[Path]:
+    """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails (a message may
+    name files in it)."""
+    if _started_by_launcher():
+        raise ConfigError("This starts its own ranks.", "Without torchrun: fullshard ... --ranks N")
+    _check_ranks(ranks)
+    run = beside.absolute().with_name(f".{mode}_{uuid.uuid4().hex[:12]}")
+    config, text = _read_recipe(recipe, [*overrides, "data.eval=null", f"output={run}"])
+    prepare_run(config, ranks, True, text, [])
+    _launch(run, ranks, None, mode)
+    yield run
+    shutil.rmtree(run)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
@@ -123,7 +150,12 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
 
     run = Path(config.output)
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
-    if run.exists() and (not run.is_dir() or set(run.iterdir()) - {unfinished}):
+    left = {path.name for path in run.iterdir()} if run.is_dir() else {"a file"} if run.exists() else set()
+    if LAUNCH in left and run_folder.PLAN not in left:  # a start that was killed, unless it still goes on
+        with claim_run(run, "prepared"):
+            _clear(run, unfinished)
+        left = set()
+    if left - {unfinished.name}:
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
     asked, config = config.model, with_model_folder(config)
@@ -136,6 +168,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
+        lock = claim_run(run, "prepared")
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
@@ -160,6 +193,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     except BaseException:
         _clear(run, unfinished)
         raise
+    finally:
+        lock.close()
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
@@ -257,11 +292,9 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
 
     def prepare() -> None:
-        if set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers):
-            if (run / run_folder.PLAN).is_file():
-                logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
-                return
-            _clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
+        again = set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers)
+        if again and (run / run_folder.PLAN).is_file():
+            return logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
         prepare_run(config, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)

@@ -61,9 +61,14 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
     if template_arguments is None:
-        made = read_json(folder / MERGE_FACTS, optional=True)
-        template_arguments = made.get("settings", {}).get("template_arguments") or {}
+        template_arguments = template_arguments_of(folder)
     return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
+
+
+def template_arguments_of(folder: Path) -> dict[str, Any]:
+    """Variables of the chat template, as the run set them that ``folder`` was merged from."""
+    made = read_json(folder / MERGE_FACTS, optional=True)
+    return made.get("settings", {}).get("template_arguments") or {}
 
 
 def generate_text(

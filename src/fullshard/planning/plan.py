@@ -53,9 +53,10 @@ class Plan:
         kept = f"{self.precision}, activations {'recomputed' if self.recompute else 'kept'}"
         kept += f" in {self.recompute} blocks" if self.recompute > 1 else ""
         micro_batch = f"micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}"
+        engine = f"engine {self.engine}"
         width = max(len(line.cause) for line in self.lines)
         lines = [
-            f"Plan: {self.method} on {self.ranks} x {self.card or self.device}, {kept}, {micro_batch}, engine {self.engine}",
+            f"Plan: {self.method} on {self.ranks} x {self.card or self.device}, {kept}, {micro_batch}, {engine}",
             f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
             f"Step: {self.batch}; {self.num_steps:,} steps",
             "Memory of one rank:",

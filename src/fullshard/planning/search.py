@@ -74,10 +74,11 @@ class Facts:
 
 def make_plan(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
-    mean_tokens: int | None = None,
+    mean_tokens: int | None = None, tokens_per_second: float | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for ``ranks`` (default: what ``train`` would start) of this machine, or for ``devices``
     (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say.
+    ``tokens_per_second``: measured.
     Raises PlanError with changes that fit, ConfigError where rows are longer than the model's positions."""
     count, card = parse_devices(devices) if devices else (None, None)
     num_ranks = count or ranks or default_ranks()
@@ -96,7 +97,7 @@ def make_plan(
     choice = choose(config, num_ranks, facts)
     if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
         raise _does_not_fit(config, num_ranks, facts, choice)
-    return _finish(config, num_ranks, facts, choice)
+    return _finish(config, num_ranks, facts, choice, tokens_per_second)
 
 
 def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volume | None = None) -> Facts:
@@ -260,11 +261,13 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
     return PlanError(f"The job does not fit: {needs}. Largest causes: {causes}.", hint)
 
 
-def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
+def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, measured: float | None = None) -> Plan:
     machine, volume, job = facts.machine, facts.volume, choice.job
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
     card = machine.card or machine.known
-    low, high, quick, slow = run_seconds(facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card)
+    seconds = tokens / measured if measured else None
+    rates = machine.rates, machine.link_bytes_per_second
+    low, high, quick, slow = run_seconds(facts.shape, work, job, *rates, card, seconds)
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(

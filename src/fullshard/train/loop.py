@@ -106,6 +106,7 @@ class Trainer:
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
+        self.start_bytes = peak_memory_bytes(ranks.device)  # libraries; nothing of the model yet
         new_ids = added_ids(tokenizer, config.model.add_tokens)
         self.built: Built = build_sharded(
             config, ranks, self.precision, plan["recompute"], new_ids, plan.get("reduce_each", False)
@@ -237,8 +238,8 @@ class Trainer:
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
             row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
             tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
-            planned_bytes=self.planned_bytes, share_of_peak=work / seconds / self.flops_per_second,
-            **self.scale.metrics,
+            start_bytes=self.start_bytes, planned_bytes=self.planned_bytes,
+            share_of_peak=work / seconds / self.flops_per_second, **self.scale.metrics,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> float:

@@ -1,14 +1,13 @@
 """Judge a model on rows of data: training's loss per supervised token, and greedy answers compared with the expected
 ones."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ class EvalResult:
     num_correct: int
     answers: tuple[Answer, ...]
     left_out: tuple[str, ...]  # "file:line: reason" of each row that the loss or the answers leave out
-    base: EvalResult | None = None
+    base: "EvalResult | None" = None
 
     @property
     def exact_match(self) -> float | None:
@@ -61,9 +60,7 @@ class EvalResult:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values, with ``exact_match``."""
-        value = asdict(self) | {"exact_match": self.exact_match}
-        value["base"] = self.base.to_json() if self.base else None
-        return value
+        return asdict(self) | {"exact_match": self.exact_match, "base": self.base and self.base.to_json()}
 
     def to_text(self) -> str:
         """The lines to print: the figures of the model, below those of the base where there is one."""
@@ -78,18 +75,6 @@ class EvalResult:
                 lines[-1] += f"; exact match {matches}"
         lines += [f"left out: {len(self.left_out)} rows, first {self.left_out[0]}"] if self.left_out else []
         return "\n".join(lines)
-
-
-class RenderedRows(list[tuple[np.ndarray, np.ndarray]]):
-    """Rows (token ids int64, which of them are supervised bool) in memory, read like prepared data. ``lengths`` and
-    ``supervised`` are int64, one a row."""
-
-    row = list.__getitem__
-
-    def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        super().__init__(rows)
-        self.lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
-        self.supervised = np.array([int(supervised[1:].sum()) for _, supervised in rows], dtype=np.int64)
 
 
 def evaluate_run(
@@ -124,12 +109,12 @@ def evaluate_run(
         answerer = load_for_inference(model, section.template_arguments)
         name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
         used, left_out = _render_rows(answerer, rows, section)
-        say("loss", 0, len(used))
+        say("loss", 0, count := len(used.lengths))
         pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
         loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
-        say("loss", len(used), len(used))
+        say("loss", count, count)
         answers, skipped = _answers(answerer, rows, max_new_tokens, options)
-        figures = (len(used), int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
+        figures = (count, int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
         return EvalResult(name, *figures, tuple(answers), tuple(left_out + skipped), compared)
 
     compared = None if base is None else measure(base)
@@ -137,7 +122,8 @@ def evaluate_run(
     return measure(model, compared)
 
 
-def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
+def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[SimpleNamespace, list[str]]:
+    """Rows in memory that are read like prepared data, and why others are left out."""
     limit = answerer.max_positions or NO_LIMIT
     used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
     for row in rows:
@@ -150,7 +136,8 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
                 used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
     if not used:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
-    return RenderedRows(used), left_out
+    lengths, supervised = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
+    return SimpleNamespace(row=used.__getitem__, lengths=np.array(lengths), supervised=np.array(supervised)), left_out
 
 
 def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any) -> tuple[list[Answer], list[str]]:

@@ -1,7 +1,5 @@
 """What became of every row: counts, reasons, and the lines that say so."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +43,7 @@ class Audit:
     stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
     length_histogram: Counter[int] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)  # reason, or name of a figure -> its first origins
-    unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: as refuse_unsupervised
+    unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
 
     def note(self, what: str, origin: str) -> None:
         """Remember a place, if it is among the first."""
@@ -64,7 +62,7 @@ class Audit:
         step = length // STEP_TOKENS * STEP_TOKENS if length < FINE_TOKENS else 1 << (length.bit_length() - 1)
         self.length_histogram[step] += 1
 
-    def add(self, later: Audit) -> None:
+    def add(self, later: "Audit") -> None:
         """Take in the account of the rows that follow."""
         if later.longest > self.longest:
             self.longest_origin = later.longest_origin
@@ -80,7 +78,7 @@ class Audit:
                 setattr(self, name, max(mine, value) if name in LARGEST else mine + value)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Audit:
+    def from_json(cls, values: dict[str, Any]) -> "Audit":
         """What ``vars`` of an audit was, written as JSON and read again."""
         numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
         counters = {name: values[name] for name in ("dropped", "refused")} | numbers
@@ -130,9 +128,16 @@ class Audit:
     def refuse(self, max_length: int) -> DataError | None:
         """The error for rows that may not be dropped; None where there are none."""
         if self.unsupervised:
-            return refuse_unsupervised(*self.unsupervised[0], max_length, self.refused[NO_SUPERVISED] - 1)
-        count = self.refused[TOO_LONG]
-        if not count:
+            (origin, length, before), more = self.unsupervised[0], self.refused[NO_SUPERVISED] - 1
+            others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
+            problem = f"none of {length} tokens is supervised: the row has no answer, or an empty one"
+            hint = "Repair the row"
+            if before is not None:  # tokens before the first supervised one
+                problem = f"{before} tokens come before the first supervised one, but data.max_length is {max_length}"
+                problem += ": nothing would be supervised"
+                hint = f"Set data.max_length={length} (the whole row)"
+            return DataError(f"{origin}: {problem}.{others}", f"{hint}, or set data.too_long=drop {LEAVE_OUT}.")
+        if not (count := self.refused[TOO_LONG]):
             return None
         rows = "1 row is" if count == 1 else f"{count:,} rows are"
         some = f"{self._some('refused', count)}; the longest has {self.longest}"
@@ -142,15 +147,3 @@ class Audit:
     def _some(self, what: str, count: int) -> str:
         more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
         return ", ".join(self.places[what]) + more
-
-
-def refuse_unsupervised(origin: str, length: int, before: int | None, max_length: int, more: int) -> DataError:
-    """The error for a row without supervised tokens. ``before``: tokens before its first one, None if it has none.
-    ``more``: how many further rows have the same trouble."""
-    others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
-    if before is None:
-        problem = f"none of {length} tokens is supervised: the row has no answer, or an empty one"
-        return DataError(f"{origin}: {problem}.{others}", f"Repair the row, or set data.too_long=drop {LEAVE_OUT}.")
-    problem = f"{before} tokens come before the first supervised one, but data.max_length is {max_length}"
-    hint = f"Set data.max_length={length} (the whole row), or data.too_long=drop {LEAVE_OUT}."
-    return DataError(f"{origin}: {problem}: nothing would be supervised.{others}", hint)

@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 import threading
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,13 +44,13 @@ class Rendered:
     supervised: list[bool]
     stops: list[int]
 
+    def part(self, start: int, end: int) -> "Rendered":
+        """Its tokens [start, end) as a row of their own."""
+        stops = [stop - start for stop in self.stops if start <= stop < end]
+        return Rendered(self.ids[start:end], self.supervised[start:end], stops)
 
-@dataclass(frozen=True)
-class Encoded:
-    """A text as token ids with the characters [start, end) that each token covers."""
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+Encoded = namedtuple("Encoded", "ids offsets")  # a text's token ids, and the characters [start, end) of each
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,8 @@ class ChunkRenderer:
         if count > 1:
             book.count("split", row.origin)
             book.split_rows += count
-        found = []
-        for start, end in pairwise(length * i // count for i in range(count + 1)):
-            stops = [stop - start for stop in whole.stops if start <= stop < end]
-            found.append(chat.Rendered(whole.ids[start:end], whole.supervised[start:end], stops))
-        return found or [whole]
+        borders = pairwise(length * i // count for i in range(count + 1))
+        return [whole.part(start, end) for start, end in borders] or [whole]
 
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""

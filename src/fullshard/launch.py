@@ -116,7 +116,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import WeightFiles, build_on_meta, check_generation_config
+    from fullshard.model.load import GENERATION_CONFIG, WeightFiles, build_on_meta, mended
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
@@ -163,7 +163,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
-        print("\n".join([*check_generation_config(folder), *account["report"], plan.to_summary()]))
+        notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
+        print("\n".join([*notes, *account["report"], plan.to_summary()]))
 
 
 def _clear(run: Path, unfinished: Path) -> None:

@@ -110,11 +110,6 @@ def adapter_places(model: nn.Module) -> list[AdapterPlace]:
     return places
 
 
-def magnitude_start(place: AdapterPlace, weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's magnitude (out,) at first, fp32: the norm of what each output reads (arXiv 2402.09353, 4; B is zero)."""
-    return torch.linalg.norm(weight.float().T if place.layout == "conv1d" else weight.float(), dim=1)
-
-
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """An adapter matrix at first, fp32: B zeros, A uniform in +-1/sqrt(in); by (seed, name) only, on any ranks."""
     if ".lora_A." not in name:

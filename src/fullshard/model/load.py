@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -19,11 +19,7 @@ from fullshard.data.chat import load_tokenizer
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.model.names import base_name
 from fullshard.run_folder import read_json
-
-if TYPE_CHECKING:
-    from fullshard.model.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -157,16 +153,6 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
-def load_buffers(model: nn.Module, weights: "WeightMap") -> None:
-    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
-    for name, buffer in model.named_buffers():
-        if weights.has(plain := base_name(name)):
-            buffer.copy_(weights.read(plain).view(buffer.shape))
-        if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-            message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
-            raise ModelError(message, "This family cannot be loaded sharded yet.")
-
-
 def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     """The whole model (eval mode) and its tokenizer. ModelError for missing weights: transformers only warns."""
     folder = check_model_folder(path)
@@ -190,11 +176,6 @@ def stop_ids(folder: Path) -> list[int]:
     """Ids that end an answer: those of the generation config, else those of config.json; possibly none."""
     from_generation = union_of_ids(read_json(folder / GENERATION_CONFIG, optional=True).get("eos_token_id"))
     return from_generation or union_of_ids(read_json(folder / "config.json").get("eos_token_id"))
-
-
-def check_generation_config(folder: Path) -> list[str]:
-    """What ``mended`` would change in this folder's generation config, one line each; empty where it is fine."""
-    return mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError
 from fullshard.model.load import WeightFiles
+from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
@@ -86,6 +87,15 @@ class WeightMap:
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
         return self.read(name).view(self.shapes[name])
+
+    def load_buffers(self, model: nn.Module) -> None:
+        """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
+        for name, buffer in model.named_buffers():
+            if self.has(plain := base_name(name)):
+                buffer.copy_(self.read(plain).view(buffer.shape))
+            if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+                message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
+                raise ModelError(message, "This family cannot be loaded sharded yet.")
 
     def has(self, name: str) -> bool:
         """Whether the files hold this parameter or buffer."""

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, ModelError, TrainError
-from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
+from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units
-from fullshard.model.load import WeightFiles, attention_for, build_on_meta, load_buffers
+from fullshard.model.load import WeightFiles, attention_for, build_on_meta
 from fullshard.model.names import base_name, is_adapter
 from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
@@ -60,7 +60,7 @@ def build_sharded(
     recomputed = recompute_blocks(causal_lm, recompute)
     set_storage(causal_lm, precision)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in causal_lm.parameters()]
-    load_buffers(causal_lm, weights)
+    weights.load_buffers(causal_lm)
     loss_model = LossModel(causal_lm, config.train.router_loss)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
     sharded = shard_model(
@@ -114,7 +114,8 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
             continue
         if ".lora_magnitude_vector." in shard.name:
             place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]
-            whole = magnitude_start(place, weights.read_whole(place.parameter))
+            # at first the norm of what each output reads (arXiv 2402.09353, 4), since B is zero
+            whole = weights.read_whole(place.parameter).float().norm(dim=0 if place.layout == "conv1d" else 1)
             shard.value.copy_(whole[shard.start : shard.stop])
         elif is_adapter(shard.name):
             whole = start_value(shard.name, shard.full_shape, seed).reshape(-1)

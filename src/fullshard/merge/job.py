@@ -129,18 +129,16 @@ def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str
 @contextmanager
 def _published(output: Path, num_bytes: int) -> Iterator[Path]:
     """A temporary folder beside ``output``: takes its place when the block ends well, vanishes when it does not."""
-    room = {"prefix": f".{output.name}.", "dir": output.parent, "ignore_cleanup_errors": True}
+    place = {"prefix": f".{output.name}.", "dir": output.parent, "ignore_cleanup_errors": True}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(**room) as temporary:
+        with tempfile.TemporaryDirectory(**place) as temporary:
             unfinished = Path(temporary) / output.name
             unfinished.mkdir()
             free = shutil.disk_usage(unfinished).free
             if free < num_bytes:
-                message = (
-                    f"The merged model needs {num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free."
-                )
-                raise MergeError(message, "Choose a folder on another disk with --output.")
+                room = f"{num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free"
+                raise MergeError(f"The merged model needs {room}.", "Choose a folder on another disk with --output.")
             yield unfinished
             for path in [*unfinished.rglob("*"), unfinished]:
                 sync_path(path)

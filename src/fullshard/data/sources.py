@@ -85,20 +85,6 @@ class Account:
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 
 
-@dataclass
-class Source(Account):
-    """All rows of one or more files with their account."""
-
-    rows: list[Row] = field(default_factory=list)
-
-
-def read_source(paths: Paths, data: DataSection, seed: int = 0) -> Source:
-    """All that ``iterate_rows`` gives, at once."""
-    source = Source()
-    source.rows = list(iterate_rows(paths, data, seed, source))
-    return source
-
-
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
     """The rows of files, folders and data set ids, one after another, while ``account`` is filled. Weight 2.5 gives
     each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError with file and line

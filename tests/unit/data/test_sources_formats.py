@@ -6,10 +6,11 @@ import io
 import json
 
 import pytest
+from all_rows import read_source
 
 from fullshard.config import DataFile, DataSection, config_from_dict
 from fullshard.data import files
-from fullshard.data.sources import Account, iterate_rows, read_source
+from fullshard.data.sources import Account, iterate_rows
 from fullshard.errors import DataError
 
 ROWS = [

@@ -1,7 +1,5 @@
 """The recipe: every key, its limits and its default; recipe.yaml says what it means. Imports no torch."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -151,7 +149,7 @@ class RunConfig(Section):
     output: str = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _whole(self) -> RunConfig:
+    def _whole(self) -> "RunConfig":
         if isinstance(self.data.eval, float) and not 0 < self.data.eval < 1:
             raise ValueError(f"data.eval as a share must lie between 0 and 1; it is {self.data.eval}")
         for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):

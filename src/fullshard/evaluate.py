@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.config import DataSection
-from fullshard.data.chat import Renderer, choose_pad_id
+from fullshard.data.chat import Renderer
 from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
@@ -110,8 +110,8 @@ def evaluate_run(
         name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
         used, left_out = _render_rows(answerer, rows, section)
         say("loss", 0, count := len(used.lengths))
-        pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
-        loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
+        measured = LossModel(answerer.model), used, (batch_size, "rows"), answerer.pad_id, answerer.model.device
+        loss = held_out_loss(*measured)
         say("loss", count, count)
         answers, skipped = _answers(answerer, rows, max_new_tokens, options)
         figures = (count, int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
@@ -125,7 +125,7 @@ def evaluate_run(
 def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[SimpleNamespace, list[str]]:
     """Rows in memory that are read like prepared data, and why others are left out."""
     limit = answerer.max_positions or NO_LIMIT
-    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
+    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
     for row in rows:
         for part in renderer.row(row):
             if len(part.ids) > limit:

@@ -2,8 +2,7 @@
 padded on the left and pads masked by place, so that pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -29,30 +28,21 @@ class Answerer:
     tokenizer: Any
     stop_ids: tuple[int, ...]  # ids that end an answer
     max_positions: int | None  # most tokens of prompt and answer together; None where the model has no limit
-    template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
+    pad_id: int  # one that the model's table has; which one does not matter, since pads are masked by place
+    renderer: Renderer  # makes the ids of prompts, as training does
 
     @property
     def has_template(self) -> bool:
         """Whether prompts go through a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    @cached_property
-    def pad_id(self) -> int:
-        """An id that the model's table has; which one does not matter, since pads are masked by place."""
-        pad_id = choose_pad_id(self.tokenizer)
-        return pad_id if pad_id < self.model.get_input_embeddings().weight.shape[0] else 0
-
-    @cached_property
-    def renderer(self) -> Renderer:
-        """Makes the ids of prompts, as training does."""
-        return Renderer(self.tokenizer, "all", self.template_arguments)
-
 
 def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
     """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError. ``template_arguments``:
     variables of the chat template; default: those of the run that the folder was merged from."""
     if isinstance(model, Answerer):
-        return model if template_arguments is None else replace(model, template_arguments=template_arguments)
+        other = template_arguments is not None
+        return replace(model, renderer=Renderer(model.tokenizer, "all", template_arguments)) if other else model
     folder = fetch_model(model)
     device = select_device(0)
     loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -63,7 +53,9 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     if template_arguments is None:
         made = read_json(folder / MERGE_FACTS, optional=True)
         template_arguments = made.get("settings", {}).get("template_arguments") or {}
-    return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
+    pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", template_arguments)
+    pad_id = pad_id if pad_id < loaded.get_input_embeddings().weight.shape[0] else 0
+    return Answerer(loaded.to(device), tokenizer, ids, limit, pad_id, renderer)
 
 
 def generate_text(

@@ -24,11 +24,7 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warm
     if step <= warmup_steps:
         return peak * step / warmup_steps
     progress = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
-    if schedule == "linear":
-        return peak * (1 - progress)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * progress))
-    return peak
+    return peak * {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}.get(schedule, 1.0)
 
 
 def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.optim.Optimizer, Moments]:

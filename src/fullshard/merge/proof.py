@@ -4,9 +4,7 @@
    The logits must be those of training: within 1e-3 of their range where training computed in fp32, else as in 2.
 2. *As stored.* Mean KL divergence at most 0.02 nats, largest difference at most a tenth of the range, and the top token
    may change only where it was preferred by less than 2% of the range, save at one position in eight.
-
-Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state.
-"""
+Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state."""
 
 import math
 from dataclasses import dataclass

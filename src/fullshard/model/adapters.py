@@ -1,8 +1,6 @@
-"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export.
-
-Shapes: a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out). Stacked experts keep
-W as (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts).
-"""
+"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export. Shapes:
+a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out). Stacked experts keep W as
+(experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts)."""
 
 import hashlib
 import math

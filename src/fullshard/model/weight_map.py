@@ -1,8 +1,6 @@
-"""Which tensors of a model folder make which parameter, and how parameters go back under the folder's names.
-
-Some families rename, stack or split tensors on load (``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``):
-transformers' own conversion table is run here for one target at a time, and reversed for the export.
-"""
+"""Which tensors of a model folder make which parameter, and how parameters go back under the folder's names. Some
+families rename, stack or split tensors on load (``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``):
+transformers' own conversion table is run here for one target at a time, and reversed for the export."""
 
 import math
 from collections import Counter

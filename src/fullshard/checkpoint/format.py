@@ -2,7 +2,7 @@
 
     step_000100/
       manifest.json            format, step, tensors, files (bytes and hash of each), trainer state
-      part_00000.safetensors   1-d tensors: ranges of flattened parameters and of optimizer moments; then part_00001, ...
+      part_00000.safetensors   1-d tensors: ranges of flattened parameters and of optimizer moments; part_00001, ...
       proof.safetensors        "tokens" (1, T) int64 and "logits" (T, vocabulary) fp32 of the training state
 A stored tensor is a set of pieces, ranges [start, stop) of the flattened, row-major full tensor that do not overlap and
 cover it. Neither the number of ranks nor the engine appears. Only trained tensors are stored (the base is named by

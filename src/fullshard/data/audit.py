@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fullshard.data.sources import Account
@@ -97,34 +98,6 @@ class Audit:
             "stop_ids": [number for number, _ in self.stops.most_common()],
         }
 
-    def report(self, split: str, shape: str, max_length: int, tokenizer: Any) -> list[str]:
-        """The lines that a person reads."""
-        share = 100 * self.supervised_tokens / max(1, self.tokens)
-        names = ", ".join(tokenizer.convert_ids_to_tokens(number) for number, _ in self.stops.most_common())
-        lines = [
-            f"({shape}): {self.rows:,} rows: {self.used:,} used; {self.tokens:,} tokens,"
-            f" {self.supervised_tokens:,} supervised ({share:.0f}%), longest row {self.longest:,} of {max_length:,}",
-            f"supervised stop tokens: {sum(self.stops.values()):,}" + (f" ({names})" if names else ""),
-        ]
-        if not self.stops:
-            lines[-1] += "; the model does not learn where to stop, because the rows end in no special token"
-        total = self.tokens + self.tokens_dropped + self.tokens_cut
-        parts = f"{self.tokens:,} used + {self.tokens_dropped:,} dropped + {self.tokens_cut:,} cut"
-        figures = [(reason, f"of {self.rows:,} dropped: {reason}", count) for reason, count in self.dropped.items()] + [
-            ("partly", "used rows lost an answer: too long", self.partly),
-            ("cut", f"of {self.rows:,} cut at {max_length} tokens", self.cut),
-            ("", f"tokens in = {parts}", total if total > self.tokens else 0),
-            ("special_strings", "rows write out a special token, read as that token", self.special_strings),
-            ("split", f"texts longer than {max_length} tokens split into {self.split_rows:,}", self.split),
-        ]
-        for what, text, count in figures:
-            if count:
-                lines.append(f"{count:,} {text}" + (f" ({self._some(what, count)})" if what else ""))
-        if self.prepared > self.used + self.copies and not self.split:
-            became = f"{self.used:,} rows became {self.prepared:,}"
-            lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")
-        return [f"{split}{' ' if line.startswith('(') else ': '}{line}" for line in lines]
-
     def refuse(self, max_length: int) -> DataError | None:
         """The error for rows that may not be dropped; None where there are none."""
         if self.unsupervised:
@@ -140,10 +113,18 @@ class Audit:
         if not (count := self.refused[TOO_LONG]):
             return None
         rows = "1 row is" if count == 1 else f"{count:,} rows are"
-        some = f"{self._some('refused', count)}; the longest has {self.longest}"
+        more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
+        some = f"{', '.join(self.places['refused'])}{more}; the longest has {self.longest}"
         hint = f"Set data.max_length={self.longest}, or data.too_long=drop {LEAVE_OUT}, or data.too_long=cut."
         return DataError(f"{rows} longer than data.max_length ({max_length} tokens): {some}.", hint)
 
-    def _some(self, what: str, count: int) -> str:
-        more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
-        return ", ".join(self.places[what]) + more
+
+def report_lines(macro: str, *facts: Any) -> list[str]:
+    """The lines that a person reads, as a macro of report.txt has them."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["n"] = "{:,}".format
+    text = getattr(environment.get_template("report.txt").module, macro)(*facts)
+    return [line for line in text.split("\n") if line]

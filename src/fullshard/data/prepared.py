@@ -266,26 +266,19 @@ class _Preparation:
             book, account = split.book, self.accounts[name]
             if refusal := book.refuse(data.max_length):
                 raise refusal
-            lines = book.report(name, ", ".join(account.shapes), data.max_length, self.tokenizer)
+            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(number) for number, _ in book.stops.most_common())
+            lines = audit.report_lines("kept", name, book, ", ".join(account.shapes), data.max_length, stops)
             if not book.used:
                 problem = f"No row is left in {name}. " + " ".join(lines[2:])
                 raise DataError(problem, "Raise data.max_length or repair the rows.")
             account.used, account.dropped = book.used, account.dropped + book.dropped
-            report += lines + account.report(name)
-            if account.unused:
-                report.append(f"{name}: columns not used: {', '.join(account.unused)}")
+            report += lines + audit.report_lines("left_out", name, account)
             found[name] = split.finish(book.to_json(account))
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
-        if repeats["rows"]:
-            report.append(f"train: {repeats['rows']:,} rows repeat an earlier one ({_pairs(repeats)})")
-        if overlap["rows"]:
-            number = f"{overlap['rows']:,} training rows also occur in eval"
-            report.append(f"{number}: its loss is too good by that much ({_pairs(overlap)})")
-        elif "eval" in splits:
-            report.append("no training row occurs in eval")
+        report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
         result = {
             "schema": SCHEMA_VERSION,
             "hash": hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest(),
@@ -312,11 +305,6 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
     repeats = np.flatnonzero(same)
     pairs = [(rows[number], known[first[place[number]]]) for number in repeats[: audit.SHOWN]]
     return {"rows": len(repeats), "places": [[train.origin(row), others.origin(other)] for row, other in pairs]}
-
-
-def _pairs(repeats: dict[str, Any]) -> str:
-    more = repeats["rows"] - len(repeats["places"])
-    return ", ".join(f"{one} = {other}" for one, other in repeats["places"]) + (f" and {more:,} more" if more else "")
 
 
 def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:

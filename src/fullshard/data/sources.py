@@ -70,17 +70,6 @@ class Account:
         if book[reason] <= SHOWN:
             self.places.setdefault(reason, []).append(origin)
 
-    def report(self, split: str) -> list[str]:
-        """The lines that a person reads; none where every record is used once."""
-        dropped, bad = self.dropped.total(), self.bad.total()
-        sums = f"{self.used:,} used + {dropped:,} dropped + {bad:,} bad + {self.blank:,} blank"
-        sums += f" + {self.held_out:,} held out" if self.held_out else ""
-        lines = [f"{split}: {self.read:,} records read = {sums}; {self.copies:,} copies by weight"]
-        for reason, places in self.places.items():
-            count = self.dropped[reason] + self.bad[reason]
-            lines.append(f"{split}: {count:,} left out: {reason} ({', '.join(places)})")
-        return lines if lines[1:] or self.copies else []
-
 
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 

@@ -22,6 +22,7 @@ import psutil
 import yaml
 
 from fullshard import run_folder
+from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
@@ -83,8 +84,6 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
-    from fullshard.checkpoint.format import verify_checkpoint
-
     number, folder = newest_checkpoint(require_run(run), step)
     if number >= verify_checkpoint(folder).trainer["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from fullshard.data.sources import Account
 from fullshard.errors import DataError
 
@@ -121,8 +123,6 @@ class Audit:
 
 def report_lines(macro: str, *facts: Any) -> list[str]:
     """The lines that a person reads, as a macro of report.txt has them."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["n"] = "{:,}".format

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
+from jinja2 import Environment, nodes
+
 from fullshard.data.chat import Rendered, Renderer
 from fullshard.data.sources import Row
 from fullshard.errors import DataError
@@ -174,8 +176,6 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 def _constants(template: str) -> set[str]:
     """Strings of two and more characters that the template's code could look for in a content."""
-    from jinja2 import Environment, nodes
-
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(template.replace("{% generation", "{% if true").replace("{% endgeneration", "{% endif"))
     found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, ModelNames
@@ -92,8 +93,6 @@ def prove(
 
 
 def _open(folder: Path, unmapped: set[str]) -> tuple[Any, tuple[str, ...]]:
-    from transformers import AutoModelForCausalLM
-
     settings = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
     model, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
     unexpected = set(info["unexpected_keys"])

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import enable_progress_bars
+
 from fullshard.config import RunConfig
 from fullshard.errors import ModelError, without_secrets
 from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, weight_names
@@ -15,8 +18,6 @@ from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, w
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS = FACTS["other_ways"]
-
-
 # address; download(id, revision=, allow_patterns=) to a folder; sizes(id, revision): bytes by file; what both raise
 _Hub = tuple[str, Callable[..., str], Callable[[str, str | None], dict[str, int]], tuple[type[Exception], ...]]
 
@@ -44,7 +45,7 @@ def with_model_folder(config: RunConfig, weights: bool = True) -> RunConfig:
 
 @cache  # one process asks the hub once
 def _download(model_id: str, source: str, revision: str | None, weights: bool) -> Path:
-    address, download, sizes, errors = _modelscope(model_id) if source == "modelscope" else _huggingface()
+    address, download, sizes, raised = _modelscope(model_id) if source == "modelscope" else _huggingface()
     problem = None
     try:
         folder = Path(download(model_id, revision=revision, allow_patterns=list(FETCHED)))
@@ -60,7 +61,7 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
             folder = Path(download(model_id, revision=revision, allow_patterns=[*FETCHED, *missing]))
-    except errors as error:
+    except raised as error:
         problem = _reason(error)
     if problem:
         asked = f"{model_id}, revision {revision}," if revision else model_id
@@ -70,8 +71,6 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
 
 def _reason(error: Exception) -> str:
     """The cause in words, without what addresses and servers may repeat: passwords, signatures, tokens."""
-    from huggingface_hub import errors
-
     inner = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None  # not cached, because of it
     cause = inner or error
     status = getattr(getattr(cause, "response", None), "status_code", None)
@@ -91,9 +90,6 @@ def _reason(error: Exception) -> str:
 
 def _huggingface() -> _Hub:
     """``snapshot_download`` and ``model_info`` as in huggingface_hub 2.4.0."""
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HTTPError  # of the httpx that this version uses
-    from huggingface_hub.utils import enable_progress_bars
 
     def sizes(model_id: str, revision: str | None) -> dict[str, int]:
         files = HfApi().model_info(model_id, revision=revision, files_metadata=True).siblings or []
@@ -101,8 +97,8 @@ def _huggingface() -> _Hub:
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()  # loading a model has switched them off
-    errors = (OSError, HTTPError, ValueError, RuntimeError, ImportError)  # ImportError: a SOCKS proxy without socksio
-    return without_secrets(constants.ENDPOINT), snapshot_download, sizes, errors
+    raised = (OSError, errors.HTTPError, ValueError, RuntimeError, ImportError)  # the last: a SOCKS proxy, no socksio
+    return without_secrets(constants.ENDPOINT), snapshot_download, sizes, raised
 
 
 def _modelscope(model_id: str) -> _Hub:

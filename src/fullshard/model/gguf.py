@@ -5,6 +5,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, pipeline
+
 from fullshard.device import cache_folder
 from fullshard.errors import Blame, ModelError
 
@@ -72,19 +76,12 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
 
 def ask(folder: Path, question: str) -> str:
     """The greedy answer (text without special tokens) of the model in ``folder`` to one user message, in fp32."""
-    import torch
-    from transformers import pipeline
-
     answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
     made = answers([{"role": "user", "content": question}], max_new_tokens=24, do_sample=False)
     return made[0]["generated_text"][-1]["content"].strip()
 
 
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     progress(f"reading {source.name}", 0, 1)
     settings = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {INSTALL}"):

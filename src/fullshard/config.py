@@ -133,8 +133,7 @@ class TrainSection(Section):
     @classmethod
     def _yaml_switch(cls, value: object) -> object:
         """The older words; YAML reads a bare ``on`` or ``off`` as a truth value."""
-        words = {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}
-        return words.get(str(value), value)
+        return {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}.get(str(value), value)
 
 
 class RunConfig(Section):

@@ -87,8 +87,7 @@ def evaluate_run(
     that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
     DataError where no row can be used, ModelError, ConfigError."""
     if settings is None:
-        loaded = isinstance(model, Answerer)
-        made = {} if loaded else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
+        made = {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
         settings = made.get("settings", {})
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}

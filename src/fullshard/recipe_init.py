@@ -56,8 +56,7 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     section = {"train": str(data), "eval": choose_eval(num_rows), "max_length": lengths["max_length"]}
     section |= {"too_long": "drop"} if lengths["over_limit"] else {}
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
-    place = {"path": str(folder if is_local else model)}
-    values = {"model": place, "data": section, "train": train, "output": output}
+    values = {"model": {"path": str(folder if is_local else model)}, "data": section, "train": train, "output": output}
     method, why, plan = choose_method(values)
     facts = {"rows": num_rows, "shapes": ", ".join(account.shapes), "lengths": lengths, "why": why}
     return _write_out(values | {"method": method}, facts, plan), path

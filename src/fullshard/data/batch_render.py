@@ -7,6 +7,7 @@ tokenised for each row, all other ids and marks are the first row's. Rows for wh
 are checked; at the first difference it is given up for these roles."""
 
 import re
+from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -23,16 +24,9 @@ CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """What stands between two added tokens: ``before``, a content, ``after``. Its ids are ``head``, then the content's,
-    all with the mark ``supervised``, then ``tail``."""
-
-    before: str
-    after: str
-    head: list[int]
-    tail: list[int]
-    supervised: bool
+# What stands between two added tokens: the text ``before``, a content, ``after``. Its ids are ``head``, then the
+# content's, all with the mark ``supervised``, then ``tail``.
+_Segment = namedtuple("_Segment", "before after head tail supervised")
 
 
 @dataclass

@@ -51,17 +51,9 @@ class Rendered:
 
 
 Encoded = namedtuple("Encoded", "ids offsets")  # a text's token ids, and the characters [start, end) of each
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The assistant turn ``messages[place]`` in ``encoded`` (the text up to and including it): tokens [start, end)."""
-
-    place: int
-    encoded: Encoded
-    start: int
-    end: int
-    stop: int | None  # position of the end-of-turn token, always end - 1
+# The assistant turn messages[place] in ``encoded`` (the text up to and with it): tokens [start, end); ``stop``: its
+# end-of-turn token, always at end - 1, or None.
+Turn = namedtuple("Turn", "place encoded start end stop")
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:

@@ -122,8 +122,7 @@ class ChunkRenderer:
         largest = max(ids)
         if self._num_embeddings is not None and largest >= self._num_embeddings:
             outside = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
-            hint = "Tokenizer and model do not belong together; check model.path."
-            raise DataError(f"{row.origin}: {outside}", hint)
+            raise DataError(f"{row.origin}: {outside}", "Tokenizer and model do not belong together; check model.path.")
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit

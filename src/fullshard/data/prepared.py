@@ -324,8 +324,7 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for split, row in _read_rows(config, {"train": Account()}):
             if split == "eval":
-                keys = ("text", "messages", "tools")
-                said = {key: value for key in keys if (value := getattr(row, key)) is not None}
+                said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 

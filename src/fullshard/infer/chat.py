@@ -83,8 +83,7 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
 
 def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
     """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
-    prompt = messages if answerer.has_template else messages[-1]["content"]
-    ids = generate.prompt_tokens(answerer, prompt, system)
+    ids = generate.prompt_tokens(answerer, messages if answerer.has_template else messages[-1]["content"], system)
     settings = copy(settings)
     if answerer.max_positions is not None:
         settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))

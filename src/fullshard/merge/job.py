@@ -105,10 +105,8 @@ def merge_run(
         write_json(unfinished / MERGE_FACTS, record)
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
     if adapters:
-        moved = f"{record['adapters_moved']} of {len(adapters)} have moved (B A is not zero)"
-        notes.insert(0, f"adapters: {moved}")
-    lines = (*notes, stored.line, published)
-    return MergeResult(output, step, stored.line, lines, stored, time.monotonic() - started)
+        notes.insert(0, f"adapters: {record['adapters_moved']} of {len(adapters)} have moved (B A is not zero)")
+    return MergeResult(output, step, stored.line, (*notes, stored.line, published), stored, time.monotonic() - started)
 
 
 def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str, Adapter] | None) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[in
     if not generation:
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
-    base_ids = (generation.get("eos_token_id"), config.get("eos_token_id"))
-    ids = union_of_ids(*base_ids, trained_ids, end_id)
+    ids = union_of_ids(generation.get("eos_token_id"), config.get("eos_token_id"), trained_ids, end_id)
     generation, notes = mended(generation)
     for values in (config, generation):
         if ids:

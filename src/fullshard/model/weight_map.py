@@ -79,8 +79,8 @@ class WeightMap:
         width = math.prod(shape[1:])
         first, last = start // width, -(-stop // width)
         read_rows = self._read_grown if name in self._grown else self.files.read
-        rows = read_rows(file_name, first, last).reshape(-1)  # the covering rows, no others
-        return rows[start - first * width : stop - first * width]
+        # the covering rows, no others
+        return read_rows(file_name, first, last).reshape(-1)[start - first * width : stop - first * width]
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
@@ -178,9 +178,8 @@ class WeightMap:
         prefix = f"{self._prefix}."
         plain = {name.removeprefix(prefix): value for name, value in made.items()}
         originals = [name for _, name in group.sources]
-        renamed_back = [core_model_loading.apply_renamings(name, self._renamings) for name in originals]
-        pairs = zip(originals, renamed_back, strict=True)
-        return {name: plain[stored.removeprefix(prefix)] for name, stored in pairs}
+        renamed_back = {name: core_model_loading.apply_renamings(name, self._renamings) for name in originals}
+        return {name: plain[stored.removeprefix(prefix)] for name, stored in renamed_back.items()}
 
     def _source_name(self, name: str) -> str:
         return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)
@@ -189,8 +188,7 @@ class WeightMap:
         for names in set(self.aliases.values()):
             stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
-                tied = " and ".join(names)
-                message = f"{self._where}: config.json ties {tied}, but the files hold different values."
+                message = f"{self._where}: config.json ties {' and '.join(names)}, but the files hold different values."
                 hint = 'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.'
                 raise ModelError(message, hint)
         parameters = [name for name, _ in model.named_parameters()]

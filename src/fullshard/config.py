@@ -211,8 +211,7 @@ YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, Attribut
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config. Relative paths start where the
     command runs. Raises one ConfigError with every problem found."""
-    path = Path(path)
-    if not path.is_file():
+    if not (path := Path(path)).is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
@@ -271,8 +270,7 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"unknown key {key}" + (f"; did you mean {nearest[0]}?" if nearest else "")
     if kind == "missing":
         return f"{key} is missing"
-    refused = TEXTS["refused"].get(key)
-    if refused and str(problem["input"]).lower() in refused["values"]:
+    if (refused := TEXTS["refused"].get(key)) and str(problem["input"]).lower() in refused["values"]:
         return f"{key}: {problem['input']} is refused: {refused['reason']}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]

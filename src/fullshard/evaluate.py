@@ -98,8 +98,7 @@ def evaluate_run(
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
-    rows = list(islice(iterate_rows(str(data), section), limit))
-    if not rows:
+    if not (rows := list(islice(iterate_rows(str(data), section), limit))):
         raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
     say = progress or (lambda what, done, total: None)
     options = {"batch_size": batch_size, "progress": partial(say, "answers")}

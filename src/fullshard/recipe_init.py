@@ -44,8 +44,7 @@ def write_new(path: Path, text: str, hint: str) -> Path:
 def propose_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> tuple[str, Path]:
     """A commented recipe of at most 15 lines and its path (default recipe.yaml), which may not exist yet. Raises
     ConfigError where it does, ModelError for an incomplete model, DataError for data that cannot be used."""
-    path = Path(output or "recipe.yaml")
-    if path.exists():
+    if (path := Path(output or "recipe.yaml")).exists():
         raise ConfigError(f"The recipe {path} exists already.", "Name another: --output FILE")
     is_local = Path(model).expanduser().is_dir()
     folder = fetch_model(model, weights=is_local)

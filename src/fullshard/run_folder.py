@@ -81,8 +81,7 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         return {}
     content = path.read_bytes()
     with Blame(ConfigError, f"{path} is damaged", "Put the whole file back."):
-        value = json.loads(content)
-        if not isinstance(value, dict):
+        if not isinstance(value := json.loads(content), dict):
             raise ValueError("no object")
     return value
 
@@ -100,12 +99,10 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     """The newest checkpoint of ``run``, or that of ``step``. Raises CheckpointError when there is none."""
-    found = dict(list_checkpoints(run))
-    if not found:
+    if not (found := dict(list_checkpoints(run))):
         hint = f"Train it anew: fullshard train {run / RECIPE} output=ANOTHER_FOLDER"
         raise CheckpointError(f"{run} has no finished checkpoint.", hint)
-    number = max(found) if step is None else step
-    if number not in found:
+    if (number := max(found) if step is None else step) not in found:
         steps = ", ".join(map(str, found))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these.")
     return number, found[number]

@@ -77,11 +77,9 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """A checkpoint's manifest; CheckpointError where files are missing, it is damaged, or of another format version."""
-    path = folder / MANIFEST
-    if not path.is_file():
+    if not (path := folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
-    values = read_json(path)
-    if values.get("format") != FORMAT:
+    if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")
     try:
         manifest = TypeAdapter(Manifest).validate_python(values)

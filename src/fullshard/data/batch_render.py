@@ -71,12 +71,11 @@ class BatchRenderer:
                     continue
                 found = [filled]
                 pattern.seen += 1
-                if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
-                    slow = self._renderer.row(row)
-                    if slow != found:
-                        self._patterns[_roles(row)] = None
-                        pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
-                        found = slow
+                is_due = pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0
+                if is_due and (slow := self._renderer.row(row)) != found:
+                    self._patterns[_roles(row)] = None
+                    pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
+                    found = slow
                 yield row, found
 
     def _encode(self, texts: list[str]) -> list[Any]:

@@ -199,8 +199,7 @@ class Renderer:
     def _require_read(self, names: Iterable[str], hint: str) -> None:
         """Raise DataError for what the template does not know: it would be dropped without a word."""
         words = {name: READ_AS.get(name, re.escape(name)) for name in names}
-        unread = [name for name, word in words.items() if not re.search(rf"\b({word})\b", self._template)]
-        if unread:
+        if unread := [name for name, word in words.items() if not re.search(rf"\b({word})\b", self._template)]:
             raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
 
     def _begin(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
@@ -213,8 +212,7 @@ class Renderer:
 
     def _takes(self, role: str) -> bool:
         """Whether the template writes a first message of this role; some refuse it, some leave it out. Said once."""
-        key = (self._template, role)
-        if key not in self._taken:
+        if (key := (self._template, role)) not in self._taken:
             with suppress(DataError):
                 self._taken[key] = PROBE in self._text([{"role": role, "content": PROBE}, QUESTION])
             if not self._taken.setdefault(key, False):

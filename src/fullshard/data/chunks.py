@@ -92,8 +92,7 @@ class ChunkRenderer:
     def _split(self, book: audit.Audit, whole: chat.Rendered, row: Row) -> list[chat.Rendered]:
         """A text over max_length in even pieces; between two, nothing predicts the later one's first token."""
         length = len(whole.ids)
-        count = -(-length // self._data.max_length)
-        if count > 1:
+        if (count := -(-length // self._data.max_length)) > 1:
             book.count("split", row.origin)
             book.split_rows += count
         borders = pairwise(length * i // count for i in range(count + 1))

@@ -71,8 +71,7 @@ def _guarded(records: Iterator[Record], place: Path | str) -> Iterator[Record]:
 
 def _open(path: Path) -> io.TextIOWrapper:
     """A text whose lines end at a line feed only; a byte that is not UTF-8 comes as a lone surrogate."""
-    ending = path.suffix.lower()
-    if ending not in COMPRESSED:
+    if (ending := path.suffix.lower()) not in COMPRESSED:
         return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
     import pyarrow
 

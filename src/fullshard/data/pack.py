@@ -45,8 +45,7 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
-        of_epoch = windows(lengths, train.seed, epoch, quantity, train.drop_last)
-        if not of_epoch:
+        if not (of_epoch := windows(lengths, train.seed, epoch, quantity, train.drop_last)):
             size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
             hint = f'Set train.global_batch="{size} {quantity[1]}", or train.drop_last=false.'
             raise ConfigError(f"0 steps: {size} {quantity[1]} < {quantity[0]} (train.drop_last).", hint)

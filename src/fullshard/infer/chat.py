@@ -50,8 +50,7 @@ def start_chat(
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         while (line := _read_line(reader, writer)) is not None:
-            text = line.strip()
-            if text in ("/exit", "/quit"):
+            if (text := line.strip()) in ("/exit", "/quit"):
                 break
             if text == "/reset":
                 messages.clear()

@@ -133,8 +133,7 @@ def _published(output: Path, num_bytes: int) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(**place) as temporary:
             unfinished = Path(temporary) / output.name
             unfinished.mkdir()
-            free = shutil.disk_usage(unfinished).free
-            if free < num_bytes:
+            if (free := shutil.disk_usage(unfinished).free) < num_bytes:
                 room = f"{num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free"
                 raise MergeError(f"The merged model needs {room}.", "Choose a folder on another disk with --output.")
             yield unfinished

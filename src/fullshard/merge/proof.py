@@ -79,8 +79,7 @@ def prove(
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
     stored = unrounded = compare_logits(reference, _logits(model, tokens))
-    rounded = [output for output in outputs if output.dtype != output.exact_dtype]
-    if rounded:
+    if rounded := [output for output in outputs if output.dtype != output.exact_dtype]:
         _put_exact_values(model, rounded, names, exact)
         unrounded = compare_logits(reference, _logits(model, tokens))
     if not is_close(unrounded, low_precision=compute != "fp32"):

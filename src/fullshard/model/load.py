@@ -160,8 +160,7 @@ def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn
     settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
     with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
-    absent = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
-    if absent:
+    if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
         message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
         raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
     return model.eval(), load_tokenizer(folder)

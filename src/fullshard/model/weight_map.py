@@ -73,8 +73,7 @@ class WeightMap:
                 self._converted_group = (group.target, made)
             return self._converted_group[1][name].reshape(-1)[start:stop]
         file_name = group.sources[0][1]
-        shape = self.files.shape(file_name)
-        if not shape:
+        if not (shape := self.files.shape(file_name)):
             return self.files.read(file_name).reshape(-1)
         width = math.prod(shape[1:])
         first, last = start // width, -(-stop // width)
@@ -131,8 +130,7 @@ class WeightMap:
             if target not in state:
                 self.ignored.append(file_name)
                 continue
-            group = self._outputs.get(target)
-            if group is None:
+            if (group := self._outputs.get(target)) is None:
                 group = self._outputs[target] = _Group(target, by_pattern[pattern] if pattern else None)
             group.sources.append((pattern or file_name, file_name))
             self._groups[file_name] = group
@@ -154,8 +152,7 @@ class WeightMap:
         with Blame(ModelError, message, "This family converts its weights on load in a way that cannot be reversed."):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
-        wrong = [name for _, name in group.sources if back[name].shape != empty[name].shape]
-        if wrong:
+        if wrong := [name for _, name in group.sources if back[name].shape != empty[name].shape]:
             raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
         group.outputs = list(made)
         for name, value in made.items():
@@ -192,8 +189,7 @@ class WeightMap:
                 hint = 'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.'
                 raise ModelError(message, hint)
         parameters = [name for name, _ in model.named_parameters()]
-        missing = [name for name in parameters if not self.has(name)]
-        if missing:
+        if missing := [name for name in parameters if not self.has(name)]:
             lacking = f"{len(missing)} of {len(parameters)} parameters have no tensor of their name in the files"
             hint = "Are config.json and the weights of one model? Compare model_type with the files' tensor names."
             raise ModelError(f"{self._where}: {lacking}: {', '.join(missing[:5])}.", hint)

@@ -178,8 +178,7 @@ def held_out_loss(
     rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = float,
 ) -> float:  # fmt: skip
     """Loss per supervised token over all rows, each exactly once. A collective call on all ranks."""
-    num_tokens = int(data.supervised.sum())
-    if num_tokens == 0:
+    if (num_tokens := int(data.supervised.sum())) == 0:
         raise DataError("The held-out rows have no supervised token.", "Look at them: fullshard prepare RECIPE")
     window, longest = np.arange(len(data.lengths)), int(data.lengths.max())
     total = torch.zeros((), dtype=torch.float32, device=device)

@@ -100,8 +100,7 @@ def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
     flat = {name: buffer.detach().cpu().contiguous().view(-1) for name, buffer in model.named_buffers()}
     digests = {name: hashlib.blake2b(values.view(torch.uint8).numpy()).hexdigest() for name, values in flat.items()}
     for rank, other in enumerate(ranks.gather_objects(digests)):
-        wrong = [name for name, digest in digests.items() if other.get(name) != digest]
-        if wrong:
+        if wrong := [name for name, digest in digests.items() if other.get(name) != digest]:
             raise TrainError(f"Buffer {wrong[0]} on rank {rank} differs from rank {ranks.rank}'s.", "Start again.")
     return f"{len(digests)} buffers verified on {ranks.num_ranks} rank{'s' if ranks.num_ranks > 1 else ''}"
 
@@ -222,8 +221,7 @@ class GradientReach:
         alive = {_owner(name) for name in got if is_adapter(name)}
         trained = [shard.name for shard in shards if shard.trainable]
         missing = [name for name in trained if name not in got and _owner(name) not in alive]
-        dead = [name for name in missing if _owner(name) in used]
-        if dead:
+        if dead := [name for name in missing if _owner(name) in used]:
             message = f"{len(dead)} adapter tensors took part and got no gradient, first {dead[0]}."
             raise TrainError(message, "Set train.recompute=none; if that is no help, leave the layer out: lora.targets")
         line = f"trainable tensors that received a gradient: {len(trained) - len(missing)} of {len(trained)}"

@@ -1,5 +1,4 @@
-"""Judge a model on rows of data: training's loss per supervised token, and greedy answers compared with the expected
-ones."""
+"""Judge a model on rows of data: training's loss per supervised token, and greedy answers next to the expected ones."""
 
 import gc
 from collections.abc import Callable

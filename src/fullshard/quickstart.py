@@ -1,5 +1,4 @@
-"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare before and
-after."""
+"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare with before."""
 
 import gc
 import json

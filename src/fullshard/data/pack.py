@@ -20,9 +20,8 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def windows(
     lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
 ) -> list[np.ndarray]:
-    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens of each row. ``quantity``:
-    (64, "rows"), or (65536, "tokens"): rows until the next one would exceed it, at least one. ``drop_last`` leaves a
-    smaller last one out."""
+    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens a row. ``quantity``:
+    (64, "rows"), or (65536, "tokens"): rows until the next would exceed it, one at least. ``drop_last``: no smaller."""
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":

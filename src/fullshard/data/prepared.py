@@ -105,8 +105,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
     rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
     ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
-    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). Raises DataError for what cannot be trained
-    on."""
+    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)

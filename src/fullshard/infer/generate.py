@@ -94,9 +94,8 @@ def generate_ids(
     answerer: Answerer, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0,
     seed: int = 0, batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature`` 0 is
-    greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``progress``:
-    called with (done, in all)."""
+    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature``: 0 is
+    greedy; else the ``top_p`` share of probability is sampled, repeatably by ``seed``. ``progress``: (done, all)."""
     settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")

@@ -22,8 +22,7 @@ class ModelNames:
     """Names and adapters of a model's parameters, and its weights in the base's files."""
 
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
-        """Build ``base``; ``adapter``: a LoRA checkpoint's settings; ``new_ids``: tokens that the run added.
-        ModelError."""
+        """Build ``base``, or ModelError; ``adapter``: a LoRA checkpoint's settings; ``new_ids``: of added tokens."""
         model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size

@@ -78,8 +78,8 @@ class WeightMap:
         width = math.prod(shape[1:])
         first, last = start // width, -(-stop // width)
         read_rows = self._read_grown if name in self._grown else self.files.read
-        # the covering rows, no others
-        return read_rows(file_name, first, last).reshape(-1)[start - first * width : stop - first * width]
+        covering = read_rows(file_name, first, last).reshape(-1)
+        return covering[start - first * width : stop - first * width]
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""

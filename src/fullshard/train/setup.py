@@ -44,8 +44,7 @@ def build_sharded(
     config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = (),
     reduce_each: bool = False,
 ) -> Built:  # fmt: skip
-    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens; ``reduce_each``:
-    of ``shard_model``."""
+    """Build on meta, add adapters, shard, load: collective. ``new_ids``: added tokens; ``reduce_each``: shard_model."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
     fingerprint = files.fingerprint()

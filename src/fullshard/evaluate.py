@@ -64,9 +64,7 @@ class EvalResult:
     def to_text(self) -> str:
         """The lines to print: the figures of the model, below those of the base where there is one."""
         lines = []
-        for name, result in (("base", self.base), ("model", self)):
-            if result is None:
-                continue
+        for name, result in (("base", self.base), ("model", self))[self.base is None :]:
             covered = f"{result.supervised_tokens:,} supervised tokens in {result.rows} rows"
             lines.append(f"{name}: loss {result.loss:.4f} over {covered}")
             if result.exact_match is not None:

@@ -223,8 +223,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
 
 def _first_failure(run: Path, error: Any) -> UserError:
     """A problem that a rank named, else a rank ended by a signal (not SIGTERM), else the first exception."""
-    records = [read_json(path) for path in (run / run_folder.ERRORS).glob("rank_*.json")]
-    records.sort(key=lambda record: record["time"])
+    records = sorted(map(read_json, (run / run_folder.ERRORS).glob("rank_*.json")), key=lambda record: record["time"])
     for record in records:
         if record["type"] in ERROR_TYPES:
             return ERROR_TYPES[record["type"]](record["message"], record["hint"])

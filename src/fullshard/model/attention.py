@@ -55,9 +55,8 @@ def attend(
             window = min(length, sliding_window or length)
             if plain:
                 band = _seen(length, window, query_BHSD.device) if window < length else None
-                part = functional.scaled_dot_product_attention(
-                    *inner, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scaling, enable_gqa=True
-                )
+                fused = {"is_causal": band is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
+                part = functional.scaled_dot_product_attention(*inner, attn_mask=band, **fused)
             else:
                 seen = _seen(length, window, query_BHSD.device)
                 mask = torch.zeros_like(seen, dtype=query_BHSD.dtype).masked_fill_(~seen, float("-inf"))[None, None]

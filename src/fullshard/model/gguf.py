@@ -21,8 +21,7 @@ FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
 )
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
-
-Progress = Callable[[str, int, int], None]  # called with (what is being done, steps done, steps in all)
+Progress = Callable[[str], None]  # called with what is being done
 
 
 def default_model_folder() -> Path:
@@ -52,7 +51,7 @@ def find_packaged_gguf() -> Path:
 
 def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -> None:
     """Write the llama model in ``source`` as a folder (bf16), published once it answers a question, or ModelError."""
-    progress = progress or (lambda text, done, total: None)
+    progress = progress or (lambda text: None)
     with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
@@ -60,7 +59,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
         made = Path(temporary.name) / folder.name
         made.mkdir()
         _write_folder(source, made, progress)
-        progress("asking it for the capital of France", 0, 1)
+        progress("asking it for the capital of France")
         answer = ask(made, QUESTION)
         if WORD_IN_ANSWER not in answer:
             message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
@@ -70,7 +69,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
         except OSError:  # another process published the same folder first
             if not folder.is_dir():
                 raise
-        progress(f"checked: {answer}", 1, 1)
+        progress(f"checked: {answer}")
 
 
 def ask(folder: Path, question: str) -> str:
@@ -81,15 +80,14 @@ def ask(folder: Path, question: str) -> str:
 
 
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
-    progress(f"reading {source.name}", 0, 1)
+    progress(f"reading {source.name}")
     settings = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {INSTALL}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, **settings)
     # The file names its pre-tokenizer, smollm, which takes digits one by one; transformers does not know the name.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.init_kwargs.pop("is_local", None)
     model.save_pretrained(folder)

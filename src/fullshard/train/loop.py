@@ -106,10 +106,8 @@ class Trainer:
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
-        new_ids = added_ids(tokenizer, config.model.add_tokens)
-        self.built: Built = build_sharded(
-            config, ranks, self.precision, plan["recompute"], new_ids, plan.get("reduce_each", False)
-        )
+        planned = plan["recompute"], added_ids(tokenizer, config.model.add_tokens), plan.get("reduce_each", False)
+        self.built: Built = build_sharded(config, ranks, self.precision, *planned)
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale = LossScale(self.precision.loss_scale)

@@ -7,25 +7,23 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fullshard.data.sources import Account
+from fullshard.data.sources import SHOWN, Account
 from fullshard.errors import DataError
 
 NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
 LEAVE_OUT = "to leave such rows out"
-SHOWN = 3  # rows named in a message
 LARGEST = ("longest", "longest_written", "max_token_id")  # of these figures the largest counts, the others add up
 STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
 
 
 @dataclass
-class Audit:
-    """Row accounting of one split or a part of it. ``length_histogram``: training rows by tokens before cutting; the
-    key is the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
+class Audit(Account):
+    """An account of source rows from here on, of one split or a part of it: ``used`` where at least one training row is
+    kept, ``places`` also by a figure's name. ``length_histogram``: training rows by tokens before cutting; the key is
+    the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
 
     rows: int = 0  # source rows read, without copies by weight
-    copies: int = 0
-    used: int = 0  # source rows of which at least one training row is kept
     prepared: int = 0  # training rows written: copies, pieces of texts, rows per answer too
     partly: int = 0  # used rows that lost one of their training rows
     cut: int = 0  # training rows
@@ -41,17 +39,10 @@ class Audit:
     max_token_id: int = 0
     special_strings: int = 0  # source rows that write out a special token where it is no answer
     longest_origin: str = ""
-    dropped: Counter[str] = field(default_factory=Counter)  # reason -> source rows
     refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
     stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
     length_histogram: Counter[int] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)  # reason, or name of a figure -> its first origins
     unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
-
-    def note(self, what: str, origin: str) -> None:
-        """Remember a place, if it is among the first."""
-        if len(places := self.places.setdefault(what, [])) < SHOWN:
-            places.append(origin)
 
     def count(self, figure: str, origin: str) -> None:
         """Count a row in one of the figures, and its place."""
@@ -84,7 +75,7 @@ class Audit:
     def from_json(cls, values: dict[str, Any]) -> "Audit":
         """What ``vars`` of an audit was, written as JSON and read again."""
         numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
-        counters = {name: values[name] for name in ("dropped", "refused")} | numbers
+        counters = {name: values.get(name, {}) for name in ("dropped", "bad", "refused")} | numbers
         return cls(**values | {name: Counter(counts) for name, counts in counters.items()})
 
     def to_json(self, account: Account) -> dict[str, Any]:

@@ -64,11 +64,10 @@ class Account:
     shapes: dict[str, None] = field(default_factory=dict)  # "messages", "question+answer", "text", ...; in order
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages as messages.KEY
 
-    def note(self, book: Counter[str], reason: str, origin: str) -> None:
-        """Count a record in ``dropped`` or ``bad``."""
-        book[reason] += 1
-        if book[reason] <= SHOWN:
-            self.places.setdefault(reason, []).append(origin)
+    def note(self, what: str, origin: str) -> None:
+        """Remember a place, if it is among the first."""
+        if len(places := self.places.setdefault(what, [])) < SHOWN:
+            places.append(origin)
 
 
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
@@ -141,7 +140,8 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
             account.used += times > 0
             account.copies += max(0, times - 1)
             if not times:
-                account.note(account.dropped, "weight of the file", row.origin)
+                account.dropped["weight of the file"] += 1
+                account.note("weight of the file", row.origin)
             yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
@@ -163,7 +163,8 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         except BadRow as error:
             if data.on_bad == "stop":
                 raise DataError(error.message, error.hint) from None
-            account.note(account.bad, error.reason, origin)
+            account.bad[error.reason] += 1
+            account.note(error.reason, origin)
             first = first or error
             continue
         good += 1

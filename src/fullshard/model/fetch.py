@@ -73,14 +73,11 @@ def _reason(error: Exception) -> str:
     inner = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None  # not cached, because of it
     cause = inner or error
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    if isinstance(cause, errors.GatedRepoError):
-        return "it is gated; accept its terms on its page, then: hf auth login"
-    if isinstance(cause, errors.RevisionNotFoundError):
-        return "it has no such revision"
+    for name, reason in FACTS["hub_errors"].items():
+        if isinstance(cause, getattr(errors, name)):
+            return reason
     if status in (401, 403, 404):
         return f"no such model is there (nor a folder here), or it is private and needs your login (HTTP {status})"
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and the cache does not hold all of it"
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
         return "the disk is full"
     first = str(cause).strip().partition("\n")[0].rstrip(".")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fullshard.errors import Blame, DataError, without_secrets
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -21,11 +23,8 @@ SPLIT_WORD = re.compile(r"(?:^|[-._ 0-9/])(train|test|validation|valid|val|dev|e
 NO_DATA = re.compile(r"(^|/)(\.|(dataset_infos?|configuration|config)\.json$|requirements\.txt$)")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
-ENDINGS = "Read are .jsonl, .json, .csv and .txt, each also with .gz or .zst, and .parquet."
-WAYS = """Other ways:
-     a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
-     ModelScope:  pip install 'fullshard[modelscope]', then data.source=modelscope in the recipe
-     your files:  data.train=FILE or FOLDER (.jsonl, .json, .csv, .txt, .parquet)"""
+FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+WAYS, ENDINGS = FACTS["other_ways"], FACTS["endings"]
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
 

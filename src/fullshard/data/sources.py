@@ -10,19 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fullshard.config import DataFile, DataSection
-from fullshard.data.files import BadRow, Record, decode_json, open_records
+from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
 from fullshard.errors import Blame, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
 BESIDE = {"tools": "tools", "system": "system"}
-SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
-SHAPES_HINT = """Name the columns, data.columns: {question: user, answer: assistant} or {body: text}. Known are
-messages, conversations, prompt+completion, prompt+response, question+answer, instruction(+input)+output, text."""
+SHAPES_HINT = FACTS["shapes_hint"]
 _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
 SHOWN = 3  # places kept of each reason
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
@@ -185,7 +181,7 @@ def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layou
             raise DataError(f"data.columns gives {shape}, but what is needed is {needed}.", SHAPES_HINT)
         required = frozenset(name for name, part in columns.items() if part not in BESIDE)
         return shape, columns if "text" in parts else {"tools": "tools"} | columns, required
-    for shape, columns, more in (known.values() for known in SHAPES):
+    for shape, columns, more in (known.values() for known in FACTS["shapes"]):
         if data.shape in ("auto", shape) and columns.keys() <= record.keys():
             return "+".join(columns) if len(columns) > 1 else shape, columns | more, frozenset(columns)
     wanted = "are no known shape" if data.shape == "auto" else f"are not those of data.shape={data.shape}"

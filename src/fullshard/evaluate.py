@@ -16,7 +16,7 @@ from fullshard.data.chat import Renderer
 from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
-from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
+from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
 from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import read_json
 from fullshard.train.loss import LossModel, held_out_loss
@@ -152,10 +152,10 @@ def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any
             fitting.append((row, wanted))
             prompts.append(ids)
     generated = generate_ids(answerer, prompts, most, **options)
-    answers = []
+    answers, decode = [], partial(answerer.tokenizer.decode, skip_special_tokens=True)
     for (row, wanted), ids in zip(fitting, generated, strict=True):
-        last, answer = row.messages[-1], decode(answerer, ids).strip()
-        expected = decode(answerer, wanted) if last.get("tool_calls") else last["content"]
+        last, answer = row.messages[-1], decode(ids).strip()
+        expected = decode(wanted) if last.get("tool_calls") else last["content"]
         is_correct = _conclusion(answer) == _conclusion(expected)
         answers.append(Answer(row.origin, row.messages[-2]["content"], expected.strip(), answer, is_correct))
     return answers, left_out

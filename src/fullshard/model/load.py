@@ -25,9 +25,6 @@ FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 GENERATION_CONFIG = "generation_config.json"
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
-SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-BEAMS_ONLY = ("early_stopping", "length_penalty")
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 
 
@@ -168,16 +165,16 @@ def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     result, notes = dict(values), []
     if _problem(values) is None:
         return result, notes
-    idle = dict.fromkeys(() if result.get("do_sample") else SAMPLING_ONLY, "greedy, do_sample is off")
-    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else BEAMS_ONLY, "one beam")
+    idle = dict.fromkeys(() if result.get("do_sample") else FACTS["sampling_only"], "greedy, do_sample is off")
+    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else FACTS["beams_only"], "one beam")
     for key, kind in idle.items():
         alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
         if key in result and _problem(alone):
             without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
             notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
     if (problem := _problem(result)) is not None:
-        dropped = [key for key in result if key not in TOKEN_KEYS]
-        result = {key: result[key] for key in TOKEN_KEYS if key in result}
+        dropped = [key for key in result if key not in FACTS["token_keys"]]
+        result = {key: result[key] for key in FACTS["token_keys"] if key in result}
         notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
     return result, notes
 

@@ -23,7 +23,6 @@ from fullshard.train.loss import LossModel, held_out_loss
 
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
-
 Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
 
 

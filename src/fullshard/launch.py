@@ -167,9 +167,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
 
 def _clear(run: Path, unfinished: Path) -> None:
     """Remove a run folder but for an unfinished preparation, with which the next start goes on."""
-    for path in run.iterdir():
-        if path != unfinished:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in set(run.iterdir()) - {unfinished}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     if not any(run.iterdir()):
         run.rmdir()
 

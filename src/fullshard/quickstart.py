@@ -43,9 +43,8 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     disable_progress_bar()  # transformers' own bars would tear ours
     console = Console(highlight=False)
     run = Path(output) if output is not None else free_run_folder(Path("runs"))
-    for path in (run, recipe_path(run)):
-        if path.exists():
-            raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
+    if taken := [path for path in (run, recipe_path(run)) if path.exists()]:
+        raise ConfigError(f"{taken[0]} exists already.", "Choose another run folder, or leave it out.")
     console.print("\n[bold]1 Machine[/]")
     with console.status("checking"):
         report = check_machine()
@@ -60,24 +59,20 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     config = fullshard.load_config(recipe)
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())
-
     console.print("\n[bold]3 The model before training[/]")
     clock = time.monotonic()
     base = _evaluate(folder, console)
     rest = time.monotonic() - clock + MERGE_SECONDS
     for language, found in base.items():
         print(f"{language}: held-out loss {found.loss:.2f}, exact match {found.num_correct} of {found.num_answers}")
-
     console.print("\n[bold]4 Prepare and train[/]")
     least, most = (f"{(seconds + rest) / 60:.1f}" for seconds in (plan.seconds_low, plan.seconds_high))
     print(f"Expected from here: {least} to {most} minutes")
     trained = fullshard.train_run(config, ranks=ranks)
-
     console.print("\n[bold]5 Merge[/]")
     with console.status("merging") as status:
         merged = fullshard.merge_run(trained.run, progress=lambda text: status.update(text))
     print(merged.to_text())
-
     console.print("\n[bold]6 Before and after, on questions that training never saw[/]")
     tuned = _evaluate(merged.folder, console)
     tuned = {language: replace(found, base=base[language]) for language, found in tuned.items()}

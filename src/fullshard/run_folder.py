@@ -14,7 +14,6 @@ from typing import IO, Any
 from fullshard.errors import Blame, CheckpointError, ConfigError
 
 SCHEMA_VERSION = 1
-
 RECIPE = "recipe.yaml"
 CONFIG = "config.json"
 PLAN = "plan.json"

@@ -30,7 +30,6 @@ MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the squa
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
 QUESTION = {"role": "user", "content": "x"}
 READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # transformers passes it under all three
-
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_TEMPLATE_HINT = "Take an instruction-tuned model, or train on plain text: data.columns: {body: text} in the recipe."
 TEMPLATE_HINT = "Repair the chat_template ({% generation %} around answers), or change data.template_arguments."

@@ -46,9 +46,8 @@ def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[in
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
     ids = union_of_ids(generation.get("eos_token_id"), config.get("eos_token_id"), trained_ids, end_id)
     generation, notes = mended(generation)
-    for values in (config, generation):
-        if ids:
-            values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    for values in (config, generation) if ids else ():
+        values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     (config["text_config"] if "vocab_size" in config.get("text_config", {}) else config)["vocab_size"] = vocabulary_size
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
     write_json(folder / "config.json", config)

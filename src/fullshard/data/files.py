@@ -87,9 +87,6 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
-
-
 def _no_text(text: str) -> re.Match[str] | None:
     return None if text.isascii() and "\0" not in text else NOT_TEXT.search(text)
 
@@ -208,6 +205,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         yield from _number(row for batch in file.iter_batches(BATCH_ROWS) for row in batch.to_pylist())
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 FORMATS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text, ".parquet": _read_parquet}
 
 

@@ -21,6 +21,7 @@ MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_cont
 SHAPES_HINT = FACTS["shapes_hint"]
 _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
 SHOWN = 3  # places kept of each reason
+Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
@@ -64,9 +65,6 @@ class Account:
         """Remember a place, if it is among the first."""
         if len(places := self.places.setdefault(what, [])) < SHOWN:
             places.append(origin)
-
-
-Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:

@@ -248,8 +248,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     place = values
     for part in parts[:-1]:
         place[part] = {} if place.get(part) is None else place[part]
-        place = place[part]
-        if not isinstance(place, dict):
+        if not isinstance(place := place[part], dict):
             found = f"{part} is {reprlib.repr(place)} in the recipe, not a section."
             raise ConfigError(f"{override!r}: {found}", "Mend it there.")
     place[parts[-1]] = value

@@ -25,7 +25,7 @@ from fullshard import run_folder
 from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
-from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
+from fullshard.run_folder import clear, list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
@@ -156,21 +156,13 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         plan = make_plan(config, ranks)
         write_json(run / run_folder.PLAN, asdict(plan))
     except BaseException:
-        _clear(run, unfinished)
+        clear(run, unfinished)
         raise
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
         notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
         print("\n".join([*notes, *account["report"], plan.to_summary()]))
-
-
-def _clear(run: Path, unfinished: Path) -> None:
-    """Remove a run folder but for an unfinished preparation, with which the next start goes on."""
-    for path in set(run.iterdir()) - {unfinished}:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not any(run.iterdir()):
-        run.rmdir()
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -258,7 +250,7 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
             if (run / run_folder.PLAN).is_file():
                 logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
                 return
-            _clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
+            clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
         prepare_run(config, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)

@@ -65,6 +65,14 @@ def publish_folder(unfinished: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def clear(folder: Path, kept: Path) -> None:
+    """Remove what is in a folder but ``kept``, with which the next start goes on; and the folder, where it is empty."""
+    for path in set(folder.iterdir()) - {kept}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def sync_path(path: Path) -> None:
     """fsync a folder, so that a rename inside it outlives a crash; or a file."""
     handle = os.open(path, os.O_RDONLY)

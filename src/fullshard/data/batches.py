@@ -24,8 +24,7 @@ class Batch:
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
     """The batch of these sequences (lists of row ids), padded on the right with ``pad_id`` (known by length, so it may
     be eos). No sequences: the fill batch, the first tokens (at most 8) of row 0 without labels."""
-    content = [[data.row(row) for row in sequence] for sequence in sequences]
-    if not content:
+    if not (content := [[data.row(row) for row in sequence] for sequence in sequences]):
         ids, supervised = data.row(0)
         content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
     shape = len(content), max(sum(len(ids) for ids, _ in rows) for rows in content)

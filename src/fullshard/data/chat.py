@@ -90,8 +90,7 @@ def added_ids(tokenizer: Any, add_tokens: Sequence[str]) -> tuple[int, ...]:
 def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
     """Raise DataError if pad, bos, eos or unk has an id that the model's embedding (``num_rows``) lacks."""
     for name in ("pad", "bos", "eos", "unk"):
-        number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None and number >= num_rows:
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
             rows = f"{num_rows} rows (ids 0 to {num_rows - 1})"
             message = f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {rows}."

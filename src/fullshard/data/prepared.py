@@ -112,7 +112,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
-        num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
+        num_embeddings = max([num_embeddings, *(number + 1 for number in new_ids)])
         chat.check_tokenizer(tokenizer, num_embeddings)
     key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()

@@ -1,6 +1,7 @@
 """A conversation in the terminal: answers appear word by word; works with a keyboard and with piped lines."""
 
 import sys
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,13 +72,12 @@ def start_chat(
 
 
 def _read_line(reader: TextIO, writer: TextIO) -> str | None:
-    if reader is sys.stdin and reader.isatty():
-        try:
-            return input("> ")  # line editing through readline
-        except (EOFError, KeyboardInterrupt):
-            writer.write("\n")
-            return None
-    return reader.readline() or None
+    if reader is not sys.stdin or not reader.isatty():
+        return reader.readline() or None
+    with suppress(EOFError, KeyboardInterrupt):
+        return input("> ")  # line editing through readline
+    writer.write("\n")
+    return None
 
 
 def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:

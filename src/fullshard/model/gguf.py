@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from fullshard.device import cache_folder
 from fullshard.errors import Blame, ModelError
@@ -71,6 +71,8 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
 
 def ask(folder: Path, question: str) -> str:
     """The greedy answer (text without special tokens) of the model in ``folder`` to one user message, in fp32."""
+    from transformers import pipeline  # heavy, and needed once
+
     answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
     made = answers([{"role": "user", "content": question}], max_new_tokens=24, do_sample=False)
     return made[0]["generated_text"][-1]["content"].strip()

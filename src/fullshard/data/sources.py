@@ -97,46 +97,45 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
     """Each row and whether it is held out: ``share`` of them, exact to one row, at least one, drawn from each 100.
     Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left."""
-    seen, drawn = 0, 0
+    seen = kept = 0
 
-    def block_of(row: Row) -> int:
+    def number_of(row: Row) -> int:
         nonlocal seen
         seen += not row.copy
-        return (seen - 1) // WEIGHED_ROWS
+        return seen
 
-    for number, members in itertools.groupby(rows, block_of):
-        block = list(members)
-        places = [place for place, row in enumerate(block) if not row.copy]
-        wanted = max(1, int((number * WEIGHED_ROWS + len(places)) * share + 0.5))
-        chosen = set(chance.sample(places, wanted - drawn))
-        drawn, held = wanted, False
-        for place, row in enumerate(block):
-            held = held if row.copy else place in chosen
-            account.held_out += held and not row.copy
-            account.copies -= held and row.copy > 0
-            if not (held and row.copy):
-                yield row, held
-    if drawn == seen:
+    groups = (list(group) for _, group in itertools.groupby(rows, number_of))  # a row and its copies
+    for group, held in _draw(groups, share, chance, least=1):
+        kept += not held
+        account.held_out += held
+        account.copies -= held * (len(group) - 1)
+        yield from ((row, held) for row in (group[:1] if held else group))
+    if not kept:
         count = "1 row" if seen == 1 else f"{seen} rows"
         raise DataError(f"data.eval={share} of {count} leaves nothing to train on.", "Add rows, or set data.eval=null.")
+
+
+def _draw(items: Iterator[Any], share: float, chance: random.Random, least: int = 0) -> Iterator[tuple[Any, bool]]:
+    """Each item and whether it is drawn: ``share`` of them, exact to one, ``least`` at least, from each 100."""
+    seen = drawn = 0
+    while block := list(itertools.islice(items, WEIGHED_ROWS)):
+        seen += len(block)
+        chosen = set(chance.sample(range(len(block)), max(least, int(seen * share + 0.5)) - drawn))
+        drawn += len(chosen)
+        yield from ((item, place in chosen) for place, item in enumerate(block))
 
 
 def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: Account) -> Iterator[Row]:
     """Each row floor(weight) times, and once more for a drawn share of the rows, exact to one row."""
     whole, share = divmod(weight, 1)
-    seen = drawn = 0
-    while block := list(itertools.islice(rows, WEIGHED_ROWS)):
-        seen += len(block)
-        chosen = set(chance.sample(range(len(block)), int(seen * share + 0.5) - drawn))
-        drawn += len(chosen)
-        for place, row in enumerate(block):
-            times = int(whole) + (place in chosen)
-            account.used += times > 0
-            account.copies += max(0, times - 1)
-            if not times:
-                account.dropped["weight of the file"] += 1
-                account.note("weight of the file", row.origin)
-            yield from (replace(row, copy=copy) if copy else row for copy in range(times))
+    for row, is_drawn in _draw(rows, share, chance):
+        times = int(whole) + is_drawn
+        account.used += times > 0
+        account.copies += max(0, times - 1)
+        if not times:
+            account.dropped["weight of the file"] += 1
+            account.note("weight of the file", row.origin)
+        yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:

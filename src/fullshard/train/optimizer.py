@@ -86,11 +86,9 @@ def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scal
 
 def clip_gradients(shards: list[Shard], norm: float, clip_norm: float) -> None:
     """Scale all gradients by clip_norm / norm where the norm is larger; 0 switches clipping off."""
-    if clip_norm and norm > clip_norm:
-        scale = clip_norm / norm
-        for shard in shards:
-            if shard.gradient is not None:
-                shard.gradient.mul_(scale)
+    for shard in shards if clip_norm and norm > clip_norm else ():
+        if shard.gradient is not None:
+            shard.gradient.mul_(clip_norm / norm)
 
 
 def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks, scale: LossScale) -> str:

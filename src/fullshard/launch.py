@@ -25,9 +25,10 @@ import psutil
 import yaml
 
 from fullshard import run_folder
+from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
-from fullshard.run_folder import claim_run, list_checkpoints, newest_checkpoint, read_json, require_run, write_json
+from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
 if TYPE_CHECKING:
     from fullshard.ranks import Ranks
@@ -36,7 +37,6 @@ Recipe = RunConfig | str | Path
 MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
-EXIT_USER_ERROR = 2
 PROBE_STEPS = 4
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
@@ -110,8 +110,6 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
-    from fullshard.checkpoint.format import verify_checkpoint
-
     number, folder = newest_checkpoint(require_run(run), step)
     if number >= verify_checkpoint(folder).trainer["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
@@ -143,7 +141,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import WeightFiles, build_on_meta, check_generation_config
+    from fullshard.model.load import GENERATION_CONFIG, WeightFiles, build_on_meta, mended
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
@@ -152,8 +150,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
     left = {path.name for path in run.iterdir()} if run.is_dir() else {"a file"} if run.exists() else set()
     if LAUNCH in left and run_folder.PLAN not in left:  # a start that was killed, unless it still goes on
-        with claim_run(run, "prepared"):
-            _clear(run, unfinished)
+        with run_folder.claim_run(run, "prepared"):
+            run_folder.clear(run, unfinished)
         left = set()
     if left - {unfinished.name}:
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
@@ -168,7 +166,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
-        lock = claim_run(run, "prepared")
+        lock = run_folder.claim_run(run, "prepared")
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
@@ -191,23 +189,15 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         plan = make_plan(config, ranks)
         write_json(run / run_folder.PLAN, asdict(plan))
     except BaseException:
-        _clear(run, unfinished)
+        run_folder.clear(run, unfinished)
         raise
     finally:
         lock.close()
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
-        print("\n".join([*check_generation_config(folder), *account["report"], plan.to_summary()]))
-
-
-def _clear(run: Path, unfinished: Path) -> None:
-    """Remove a run folder but for an unfinished preparation, with which the next start goes on."""
-    for path in run.iterdir():
-        if path != unfinished:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not any(run.iterdir()):
-        run.rmdir()
+        notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
+        print("\n".join([*notes, *account["report"], plan.to_summary()]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -258,8 +248,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
 
 def _first_failure(run: Path, error: Any) -> UserError:
     """A problem that a rank named, else a rank ended by a signal (not SIGTERM), else the first exception."""
-    records = [read_json(path) for path in (run / run_folder.ERRORS).glob("rank_*.json")]
-    records.sort(key=lambda record: record["time"])
+    records = sorted(map(read_json, (run / run_folder.ERRORS).glob("rank_*.json")), key=lambda record: record["time"])
     for record in records:
         if record["type"] in ERROR_TYPES:
             return ERROR_TYPES[record["type"]](record["message"], record["hint"])
@@ -374,7 +363,7 @@ def rank_main(arguments: list[str]) -> int:
         record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
         (run / run_folder.ERRORS).mkdir(exist_ok=True)
         write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
-        return EXIT_USER_ERROR if known else 1
+        return 2 if known else 1  # as the command line's
 
 
 if __name__ == "__main__":

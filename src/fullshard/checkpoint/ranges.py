@@ -98,8 +98,7 @@ class OwnCheckpoint:
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
-        stored = self._stored.get((name, kind))
-        if stored is None:
+        if (stored := self._stored.get((name, kind))) is None:
             raise CheckpointError(f"Step {self.manifest.step} has no {kind} of {name}.", "fullshard verify RUN")
         parts = []
         for piece in stored.pieces:
@@ -125,8 +124,7 @@ class OwnCheckpoint:
 
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
-        place = self.folder / PROOF
-        if not place.is_file():
+        if not (place := self.folder / PROOF).is_file():
             raise CheckpointError(f"{place} is missing: a merge cannot be proven.", "Use another step.")
         file = self.open_file(PROOF)
         tokens, logits = file.get_tensor("tokens"), file.get_tensor("logits").float()

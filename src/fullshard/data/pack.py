@@ -23,9 +23,8 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def windows(
     lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
 ) -> list[np.ndarray]:
-    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens of each row. ``quantity``:
-    (64, "rows"), or (65536, "tokens"): rows until the next one would exceed it, at least one. ``drop_last`` leaves a
-    smaller last one out."""
+    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens a row. ``quantity``:
+    (64, "rows"), or (65536, "tokens"): rows until the next would exceed it, one at least. ``drop_last``: no smaller."""
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":
@@ -48,8 +47,7 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
-        of_epoch = windows(lengths, train.seed, epoch, quantity, train.drop_last)
-        if not of_epoch:
+        if not (of_epoch := windows(lengths, train.seed, epoch, quantity, train.drop_last)):
             size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
             hint = f'Set train.global_batch="{size} {quantity[1]}", or train.drop_last=false.'
             raise ConfigError(f"0 steps: {size} {quantity[1]} < {quantity[0]} (train.drop_last).", hint)

@@ -30,7 +30,7 @@ from fullshard.data.workers import Workers
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError
 from fullshard.model.fetch import with_model_folder
-from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, publish_folder, read_json, write_json
+from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
 FORMAT = 3  # of the files; 1 was numpy's, 2 had shorter headers
 META, JOURNAL = "meta.json", "journal.json"
@@ -112,16 +112,14 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
     rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
     ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
-    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). Raises DataError for what cannot be trained
-    on."""
+    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
-    num_embeddings = chat.num_embeddings(Path(config.model.path))
-    if num_embeddings is not None:
+    if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
-        num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
+        num_embeddings = max([num_embeddings, *(number + 1 for number in new_ids)])
         chat.check_tokenizer(tokenizer, num_embeddings)
     key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
@@ -246,8 +244,7 @@ class _Preparation:
         journal = read_json(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
         if journal.get("key") != key:
             journal = {"key": key, "splits": {}}
-            for path in (path for path in folder.iterdir() if path.name != LOCK):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            clear(folder, folder / LOCK)
         names = ("train",) if config.data.eval is None else ("train", "eval")
         self.splits = {name: _Split(folder / name, journal["splits"].get(name)) for name in names}
         self.journal = journal
@@ -290,37 +287,28 @@ class _Preparation:
             book, account = split.book, self.accounts[name]
             if refusal := book.refuse(data.max_length):
                 raise refusal
-            lines = book.report(name, ", ".join(account.shapes), data.max_length, self.tokenizer)
+            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(number) for number, _ in book.stops.most_common())
+            lines = audit.report_lines("kept", name, book, ", ".join(account.shapes), data.max_length, stops)
             if not book.used:
                 problem = f"No row is left in {name}. " + " ".join(lines[2:])
                 raise DataError(problem, "Raise data.max_length or repair the rows.")
             account.used, account.dropped = book.used, account.dropped + book.dropped
-            report += lines + account.report(name)
-            if account.unused:
-                report.append(f"{name}: columns not used: {', '.join(account.unused)}")
+            report += lines + audit.report_lines("left_out", name, account)
             found[name] = split.finish(book.to_json(account))
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
-        if repeats["rows"]:
-            report.append(f"train: {repeats['rows']:,} rows repeat an earlier one ({_pairs(repeats)})")
-        if overlap["rows"]:
-            number = f"{overlap['rows']:,} training rows also occur in eval"
-            report.append(f"{number}: its loss is too good by that much ({_pairs(overlap)})")
-        elif "eval" in splits:
-            report.append("no training row occurs in eval")
+        report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
+        digests = "".join(split.digest for split in self.splits.values())
         result = {
-            "schema": SCHEMA_VERSION,
-            "hash": hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest(),
+            "schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest(),
             **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
             "longest": max(book.longest_written for book in books),
             "max_token_id": max(book.max_token_id for book in books),
-            "pad_id": chat.choose_pad_id(self.tokenizer),
-            "template_hash": chat.template_hash(self.tokenizer),
-            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0,
-            "duplicates": overlap["rows"],
-        }
+            "pad_id": chat.choose_pad_id(self.tokenizer), "template_hash": chat.template_hash(self.tokenizer),
+            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0, "duplicates": overlap["rows"],
+        }  # fmt: skip
         return result | found | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 
@@ -344,15 +332,9 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
     return {"rows": count, "places": places}
 
 
-def _pairs(repeats: dict[str, Any]) -> str:
-    more = repeats["rows"] - len(repeats["places"])
-    return ", ".join(f"{one} = {other}" for one, other in repeats["places"]) + (f" and {more:,} more" if more else "")
-
-
 def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
     """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
-    share = config.data.eval
-    if isinstance(share, str):
+    if isinstance(share := config.data.eval, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
     rows = iterate_rows(config.train_files, config.data, config.train.seed, accounts["train"])
     apart = ((row, False) for row in rows)
@@ -366,8 +348,7 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for split, row in _read_rows(config, {"train": Account()}):
             if split == "eval":
-                keys = ("text", "messages", "tools")
-                said = {key: value for key in keys if (value := getattr(row, key)) is not None}
+                said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 

@@ -1,12 +1,5 @@
-"""The one HTML page builder: documents without network or scripts. What it makes are the macros of page.html.
-
-``page(title, sections, lang)``: a document. A section is a heading and its blocks; ``lang``: en, zh. A block: text or
-``table(columns, rows)``: integers get separators, other numbers four digits; they stand right ·
-``bars(values, x_label, y_label)``: a chart (SVG) of {label: value of 0 and more}, each written above its bar ·
-``timeline(ranks, facts, words)``: a chart (SVG) of one step that also stands alone, from report/trace.py ·
-``marked(heading, pieces)``: a text in pieces (text, bool), of which those with True are coloured and underlined.
-All give Markup; whatever else is handed in is text, and is escaped.
-"""
+"""The one HTML page builder: documents without network or scripts, by the macros of page.html (its head says what each
+takes). All give Markup; whatever else is handed in is text, and is escaped."""
 
 import math
 from pathlib import Path
@@ -23,6 +16,5 @@ def round_step(largest: float, most: int) -> int:
 _LOADER = FileSystemLoader(Path(__file__).parent)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 _ENVIRONMENT.globals["round_step"] = round_step
-_MACROS = _ENVIRONMENT.get_template("page.html").module
-page, table, bars, marked = _MACROS.page, _MACROS.table, _MACROS.bars, _MACROS.marked
-timeline = _MACROS.timeline
+_NAMES = ("page", "table", "bars", "marked", "timeline")
+page, table, bars, marked, timeline = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)

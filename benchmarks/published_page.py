@@ -17,6 +17,8 @@ from published_rows import (
     TORCH_LOGIT,
 )
 
+import fullshard
+
 LARGE = 0.2  # a miss that is explained below
 # The likely reason of a row's or a table's miss; an explanation is no correction: nothing above knows of these rows.
 REASONS = {
@@ -171,6 +173,8 @@ def write_page(result: dict[str, Any]) -> None:
         "low": low, "high": high, "torch": TORCH_LOGIT, "compiled": COMPILED_LOGIT, "fused": FUSED_LOGIT,
         "shifted": SHIFTED_LOGIT, "litgpt": LITGPT_LOGIT, "dropout": DROPOUT_BYTES,
     }  # fmt: skip
+    example = fullshard.load_config(ROOT / "examples" / "qwen3_8b_lora_4x4090.yaml")
+    texts["compared"] = fullshard.compare_plans(example, devices="4x4090", price=2, currency="CNY").to_text()
     chinese = figures
     for english, word in WORDS.items():
         chinese = chinese.replace(english, word)

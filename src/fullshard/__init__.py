@@ -9,6 +9,8 @@ _PLACES = {
     "UserError": ("fullshard.errors", "UserError"),
     "load_config": ("fullshard.config", "load_config"),
     "make_plan": ("fullshard.planning.search", "make_plan"),
+    "compare_plans": ("fullshard.planning.search", "compare_plans"),
+    "write_plan_page": ("fullshard.report.plan", "write_plan_page"),
     "prepare_data": ("fullshard.data.prepared", "prepare"),
     "audit_data": ("fullshard.report.data", "audit_data"),
     "train_run": ("fullshard.launch", "train_run"),

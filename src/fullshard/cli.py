@@ -69,7 +69,7 @@ def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
 
 
 TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
-TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"]}
+TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"], "amount": float | None}
 CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_once}}
 CALLS |= {"template_arguments": {"parser": _json_object}}
 
@@ -92,13 +92,22 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
 
 
 def _plan(recipe: str, overrides: list[str] | None, json_output: bool, probe: bool, **options: Any) -> None:
-    if probe and any(value for name, value in options.items() if name != "ranks"):
-        raise UserError(
-            "--probe runs real steps of the recipe on this machine.", "Of the other options it takes --ranks."
-        )
+    compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
+    if compare and explain:
+        raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
+    if probe and (
+        compare or any(value for name, value in options.items() if name not in ("ranks", "price", "currency"))
+    ):
+        raise UserError("--probe runs real steps of this one recipe on this machine.", "Leave the other options out.")
+    make = fullshard.compare_plans if compare else fullshard.make_plan
     if probe:
-        return _print_result(fullshard.probe_run(recipe, overrides or (), options["ranks"]), json_output)
-    _print_result(fullshard.make_plan(fullshard.load_config(recipe, overrides or ()), **options), json_output)
+        made = fullshard.probe_run(recipe, overrides or (), options["ranks"], options["price"], options["currency"])
+    else:
+        made = make(fullshard.load_config(recipe, overrides or ()), **options)
+    page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
+    if explain and not json_output:
+        return print(made.to_text(explain=True), *([f"Page: {page}"] if page else []), sep="\n")
+    _print_result(made, json_output, *([f"Page: {page}"] if page else []))
 
 
 def _train(recipe: str, overrides: list[str] | None, ranks: int | None, json_output: bool, schema: bool) -> None:

@@ -65,7 +65,10 @@ def trace_run(
     return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
 
 
-def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Any:
+def probe_run(
+    recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None, price: float | None = None,
+    currency: str | None = None,
+) -> Any:  # fmt: skip
     """The Plan of a recipe, its speed measured by PROBE_STEPS real steps. Raises what train_run raises."""
     from fullshard.planning.plan import format_bytes
     from fullshard.planning.search import make_plan
@@ -75,7 +78,10 @@ def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | No
         records = map(json.loads, (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines())
         steps = [record for record in records if record["kind"] == "train"]
     speed = statistics.median(record["tokens_per_second"] for record in steps[1:])
-    plan, peak = make_plan(config, ranks, tokens_per_second=speed), format_bytes(steps[-1]["memory_bytes"])
+    plan, peak = (
+        make_plan(config, ranks, price=price, currency=currency, tokens_per_second=speed),
+        format_bytes(steps[-1]["memory_bytes"]),
+    )
     note = f"speed: measured in {len(steps)} steps, the first left out; they took {peak} a rank"
     return replace(plan, notes=(note, *plan.notes))
 

@@ -1,16 +1,18 @@
-"""A finished plan: what a run needs and how its batches lie, ready to print and to store."""
+"""A finished plan: what a run needs and how its batches lie, ready to print, to store and to draw. explain.yaml has the
+memory over a step and the formulas of time, plan.txt and compare.txt the reports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import StrictUndefined, Template
 
 from fullshard.planning.memory import Line
 
-MOMENT_WORDS = {
-    "always": "",
-    "backward": "in backward: ",
-    "head": "in the head's backward: ",
-    "block": "in a block's backward: ",
-    "step": "in the optimizer's step: ",
-}
+EXPLAIN = yaml.safe_load(Path(__file__).with_name("explain.yaml").read_text(encoding="utf-8"))
+REST = "others"  # of a peak: what no line counts, such as a file's tensors while they are loaded
 
 
 @dataclass(frozen=True)
@@ -37,45 +39,69 @@ class Plan:
     batch: str  # "64 rows = 31,204 tokens = 4 ranks x 2 micro-batches"
     seconds_low: float
     seconds_high: float
+    step_seconds: tuple[float, float]
+    kernel_seconds: dict[str, float]  # of one micro-batch, by kernel class; total: less what is hidden
+    device_hours: tuple[float, float]  # of all ranks together
+    disk_bytes: int  # of one checkpoint, all ranks together
+    host_bytes: int  # of the ranks on one machine together, and of what starts them
+    explained: dict[str, str]  # by name: the formula with its numbers
+    timeline: dict[str, list[int]]  # step_timeline
+    peak: dict[str, Any]  # find_peak
+    fits: bool
     notes: tuple[str, ...]
     card: str = ""  # of --devices: the plan is for machines that are not here
     tokens_per_second: tuple[float, float] = (0.0, 0.0)  # of all ranks, low and high
     checked_rows: int = 0  # published runs of this card beside which the speed model was checked
     reduce_each: bool = False  # gradients are reduced after each micro-batch: there is no memory to keep them whole
     is_assumed: bool = False  # rows and tokens were not read from any file
+    price: float | None = None  # of a device-hour
+    currency: str = ""
+    cost: tuple[float, float] | None = None  # with a price
 
-    def to_text(self) -> str:
-        """The report, of several lines."""
-        about = "~" if self.is_estimate else ""
-        counted = "assumed" if self.is_assumed else "estimated from file sizes" if self.is_estimate else "counted"
-        checked = f"checked on {self.checked_rows} published runs" if self.checked_rows else "not checked"
-        checked = f" (from the card's facts; {checked} of this card)" if self.card else ""
-        kept = f"{self.precision}, activations {'recomputed' if self.recompute else 'kept'}"
-        kept += f" in {self.recompute} blocks" if self.recompute > 1 else ""
-        micro_batch = f"micro-batches of {self.micro_batch[0]:,} {self.micro_batch[1]}"
-        engine = f"engine {self.engine}"
-        width = max(len(line.cause) for line in self.lines)
-        lines = [
-            f"Plan: {self.method} on {self.ranks} x {self.card or self.device}, {kept}, {micro_batch}, {engine}",
-            f"Data: {self.rows:,} rows, {about}{self.tokens:,} tokens an epoch ({counted})",
-            f"Step: {self.batch}; {self.num_steps:,} steps",
-            "Memory of one rank:",
-        ]
-        for line in self.lines:
-            causes = f"  {line.cause:<{width}}  {format_bytes(line.bytes):>9}"
-            lines.append(f"{causes}  {MOMENT_WORDS[line.when]}{line.formula}")
-        lines += [
-            f"Peaks: {', '.join(f'{moment} {format_bytes(size)}' for moment, size in self.moments.items())}",
-            f"Fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use",
-            f"Speed: {self.tokens_per_second[0]:,.0f} - {self.tokens_per_second[1]:,.0f} tokens/s{checked}",
-            f"Time: {format_minutes(self.seconds_low, self.seconds_high)}",
-        ]
-        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+    def to_text(self, explain: bool = False) -> str:
+        """The report, of several lines; ``explain``: with each formula and its numbers."""
+        return _render("plan.txt", **vars(self), explain=explain)
 
     def to_summary(self) -> str:
         """What ``train`` prints of it: steps, fit and time."""
         fit = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use"
         return f"plan: {self.num_steps:,} steps, {fit}, {format_minutes(self.seconds_low, self.seconds_high)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plans of one recipe as full and as LoRA on several numbers of ranks, of which ``own`` is the recipe's."""
+
+    own: Plan
+    plans: tuple[Plan, ...]
+
+    def to_text(self) -> str:
+        """A table; and which plan is the recipe's own, the fastest that fits, the cheapest."""
+        return _render("compare.txt", plans=self.plans, own=self.own)
+
+
+def step_timeline(lines: Sequence[Line], load_bytes: int) -> dict[str, list[int]]:
+    """Bytes by cause, each at the beginning and the end of loading, forward, the head, backward and the step."""
+    found = {}
+    for line in lines:
+        ends = [line.bytes * (line is lines[0]), line.bytes * (line is lines[0] or line.cause in EXPLAIN["loaded"])]
+        factors = EXPLAIN["kinds"][EXPLAIN["causes"].get(line.cause, line.when)]
+        found[line.cause] = ends + [line.bytes * factor for factor in factors]
+    rest = max(0, load_bytes - sum(sizes[1] for sizes in found.values()))
+    return found | {REST: [rest, rest, *[0] * 8]}
+
+
+def find_peak(timeline: dict[str, list[int]], lines: Sequence[Line], moments: dict[str, int]) -> dict[str, Any]:
+    """``where`` the ranks' largest moment lies (a key of explain.yaml's peaks); ``causes``: bytes, largest first."""
+    columns = [dict(zip(timeline, sizes, strict=True)) for sizes in zip(*timeline.values(), strict=True)]
+    where = max((moment for moment in moments if moment != "merge"), key=moments.__getitem__)
+    place = max(range(2, len(columns)), key=lambda place: sum(columns[place].values()))
+    found = {"load": ("load", columns[1]), "train": (EXPLAIN["stages"][place], columns[place])}
+    size, always = moments[where], {line.cause: line.bytes for line in lines if line.when == "always"}
+    where, causes = found.get(where, (where, always))
+    causes[REST] = size - sum(causes.values()) + causes.get(REST, 0)
+    ordered = {cause: size for cause, size in sorted(causes.items(), key=lambda item: -item[1]) if size}
+    return {"where": where, "causes": ordered}
 
 
 def format_bytes(count: int) -> str:
@@ -93,3 +119,14 @@ def format_minutes(low: float, high: float) -> str:
     if high < 2 * 3600:
         return f"{low / 60:.2g} - {high / 60:.2g} minutes" if low < 600 else f"{low / 60:.0f} - {high / 60:.0f} minutes"
     return f"{low / 3600:.1f} - {high / 3600:.1f} hours"
+
+
+def format_range(low: float, high: float) -> str:
+    """``1,200 - 1,900``; below 100 with three digits: ``0.0123 - 0.02``."""
+    return " - ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (low, high))
+
+
+def _render(name: str, **values: Any) -> str:
+    words = {"bytes": format_bytes, "minutes": format_minutes, "range_of": format_range, "words": EXPLAIN}
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return Template(text, trim_blocks=True, undefined=StrictUndefined).render(words | values).rstrip()

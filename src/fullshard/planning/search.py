@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import math
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from fullshard.device import default_ranks, device_kind, device_memory, device_n
 from fullshard.errors import ConfigError, PlanError
 from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
-from fullshard.planning.memory import Job, memory_lines, moment_peaks
-from fullshard.planning.plan import Plan, format_bytes
-from fullshard.planning.speed import EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
+from fullshard.planning.memory import CPU_PROCESS_BYTES, Job, memory_lines, moment_peaks, own_practice
+from fullshard.planning.plan import EXPLAIN, Comparison, Plan, find_peak, format_bytes, step_timeline
+from fullshard.planning.speed import DEVICES_OF_A_NODE, EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.shard import choose_engine
 from fullshard.train.precision import precision_of
@@ -70,16 +72,53 @@ class Facts:
     shape: shapes.ModelShape
     adapters: shapes.AdapterShape
     volume: Volume
+    price: float | None = None  # of a device-hour
+    currency: str = ""
 
 
 def make_plan(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
-    mean_tokens: int | None = None, tokens_per_second: float | None = None,
+    mean_tokens: int | None = None, price: float | None = None, currency: str | None = None,
+    tokens_per_second: float | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for ``ranks`` (default: what ``train`` would start) of this machine, or for ``devices``
-    (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say.
-    ``tokens_per_second``: measured.
-    Raises PlanError with changes that fit, ConfigError where rows are longer than the model's positions."""
+    (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say;
+    ``price`` of a device-hour in ``currency``; ``tokens_per_second`` as measured. Raises PlanError with changes that fit or for a full disk, ConfigError
+    where rows are longer than the model's positions."""
+    num_ranks, facts = _start(config, ranks, devices, rows, mean_tokens, price, currency)
+    choice = choose(config, num_ranks, facts)
+    if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
+        raise _does_not_fit(config, num_ranks, facts, choice)
+    plan = _finish(config, num_ranks, facts, choice, tokens_per_second)
+    place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
+    if not facts.machine.card and (free := shutil.disk_usage(place).free) < plan.disk_bytes:
+        needs = f"A checkpoint takes {format_bytes(plan.disk_bytes)}; the disk of {place} has {format_bytes(free)} free"
+        raise PlanError(f"{needs}.", "Set output=FOLDER on another disk, or free this one.")
+    return plan
+
+
+def compare_plans(config: RunConfig, **options: Any) -> Comparison:
+    """Plans of a recipe as full and as LoRA, what does not fit too, on its number of ranks and on half, twice and four
+    times as many devices (a CPU machine: 1, 2 and 4 ranks). Takes and raises what make_plan does, but for the size."""
+    own, facts = _start(config, **options)
+    others = {1, 2, 4} if facts.machine.kind == "cpu" else {own // 2 or 1, 2 * own, 4 * own}
+    counts = [count for count in sorted({own, *others}) if not count % config.train.replicas]
+    plans = {}
+    for method, count in itertools.product(sorted(("full", "lora"), key=config.method.__ne__), counts):
+        changed = config.model_copy(update={"method": method})
+        plans[method, count] = _finish(changed, count, facts, choose(changed, count, facts))
+    return Comparison(plans[config.method, own], tuple(plans.values()))
+
+
+def _start(
+    config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
+    mean_tokens: int | None = None, price: float | None = None, currency: str | None = None,
+) -> tuple[int, Facts]:  # fmt: skip
+    """The number of ranks and the facts, once all that was asked makes sense."""
+    if price is not None and not 0 < price < math.inf:
+        raise PlanError(f"--price {price:g}: the price of a device-hour must be above 0.", "--price 12 --currency CNY")
+    if currency and price is None:
+        raise PlanError(f"--currency {currency} without a price.", f"--price 12 --currency {currency}")
     count, card = parse_devices(devices) if devices else (None, None)
     num_ranks = count or ranks or default_ranks()
     if ranks not in (None, num_ranks):
@@ -94,10 +133,7 @@ def make_plan(
     if card and (not card.bf16_flops or precision_of(choose_precision(config, facts.machine)).compute.itemsize > 2):
         raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
     _require_positions(config, facts)
-    choice = choose(config, num_ranks, facts)
-    if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
-        raise _does_not_fit(config, num_ranks, facts, choice)
-    return _finish(config, num_ranks, facts, choice, tokens_per_second)
+    return num_ranks, replace(facts, price=price, currency=currency or "")
 
 
 def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volume | None = None) -> Facts:
@@ -262,53 +298,68 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
 
 
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, measured: float | None = None) -> Plan:
-    machine, volume, job = facts.machine, facts.volume, choice.job
+    machine, volume, job, price = facts.machine, facts.volume, choice.job, facts.price
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
-    card = machine.card or machine.known
-    seconds = tokens / measured if measured else None
-    rates = machine.rates, machine.link_bytes_per_second
-    low, high, quick, slow = run_seconds(facts.shape, work, job, *rates, card, seconds)
+    card, lines = machine.card or machine.known, tuple(memory_lines(facts.shape, job))
+    inputs = facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card
+    low, high, quick, slow, numbers = run_seconds(*inputs, tokens / measured if measured else None)
+    hours = low * num_ranks / 3600, high * num_ranks / 3600
+    numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks, "hours": hours}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
         engine=choose_engine(config.engine, config.train.sharding, machine.kind),
         micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
-        lines=tuple(memory_lines(facts.shape, job)), moments=choice.moments,
-        peak_bytes=choice.peak_bytes, usable_bytes=machine.usable_bytes(num_ranks),
-        rows=len(volume.lengths), tokens=int(volume.lengths.sum()), longest=job.longest,
-        is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
+        lines=lines, moments=choice.moments, peak_bytes=choice.peak_bytes,
+        timeline=(timeline := step_timeline(lines, choice.moments["load"])),
+        peak=find_peak(timeline, lines, choice.moments), usable_bytes=(usable := machine.usable_bytes(num_ranks)),
+        fits=choice.peak_bytes <= usable, rows=len(volume.lengths), tokens=int(volume.lengths.sum()),
+        longest=job.longest, is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
         num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
-        seconds_low=low, seconds_high=high, tokens_per_second=(tokens / slow, tokens / quick),
+        seconds_low=low, seconds_high=high, step_seconds=(quick, slow), kernel_seconds=numbers["seconds"],
+        tokens_per_second=(work.step_tokens / slow, work.step_tokens / quick),
+        device_hours=hours, price=price, currency=facts.currency,
+        cost=(hours[0] * price, hours[1] * price) if price else None,
+        disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
+        explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
         checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card else 0,
         notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
     )  # fmt: skip
 
 
-def _notes(config: RunConfig, facts: Facts, choice: Choice) -> Iterator[str]:
-    machine, volume, job, merged = facts.machine, facts.volume, choice.job, choice.moments["merge"]
-    rates, on_cpu, rows = machine.rates, machine.kind == "cpu", f"memory is for rows of {job.longest:,} tokens"
-    if card := machine.card:
-        reachable = f"{machine.memory_bytes / GIB:.1f} GiB, {rates.bf16 / 1e12:.0f} TFLOP/s of bf16 reachable"
-        yield f"{card.name}: {reachable}, link {card.link_bytes_per_second / 1e9:.0f} GB/s one way"
-    if shapes.shipped_config(config.model.path):
-        yield f"no folder {config.model.path} is here: the shape is from the config that fullshard ships for this id"
-    if volume.assumption:
-        yield f"{volume.assumption}; {rows}"
-    elif volume.is_estimate:
-        yield f"tokens are estimated (bytes / 4), {rows}; fullshard prepare counts exactly"
-    if on_cpu and config.train.precision == "auto":
-        yield f"{job.precision}: a core does {rates.fp32 / 1e9:.3g} GFLOP/s in fp32 and {rates.bf16 / 1e9:.3g} in bf16"
-    if on_cpu and job.precision == "fp16":
-        yield "fp16 on a CPU is for correctness: slow, and its time is planned at the rate of bf16"
-    if choice.reduce_each:
-        yield "gradients are reduced after each micro-batch: whole sums over a step would not fit; more traffic"
-    if job.recompute and config.train.recompute == "auto":
-        yield "activations are recomputed because they would not fit otherwise; a third more work"
-    if config.data.max_length > job.longest == facts.shape.max_positions:
-        yield f"the model has {facts.shape.max_positions:,} positions, fewer than data.max_length"
-    if on_cpu and merged > machine.usable_bytes(1):
-        yield f"merging opens the whole model in one process, about {format_bytes(merged)}: more than is free now"
+def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
+    """Bytes on disk of a checkpoint, and on a machine's host: a rank on a card reads and saves through host memory."""
+    job, does = choice.job, own_practice(choice.job)
+    written = shape.parameters if job.method == "full" else job.adapters + job.vocabulary
+    stored, near = does.weight + does.states, job.num_ranks if job.on_cpu else min(job.num_ranks, DEVICES_OF_A_NODE)
+    passing = max(4 * shape.largest_tensor, stored * written * job.replicas // job.num_ranks)
+    each = choice.peak_bytes if job.on_cpu else CPU_PROCESS_BYTES + passing
+    return {
+        "disk_bytes": stored * written + 64 * shape.vocab_size, "host_bytes": near * each + LAUNCHER_BYTES,
+        "stored": stored, "written": written, "vocabulary": shape.vocab_size, "near": near, "host_each": each,
+        "launcher": LAUNCHER_BYTES,
+    }  # fmt: skip
+
+
+def _notes(config: RunConfig, facts: Facts, choice: Choice) -> list[str]:
+    """Those of explain.yaml that hold."""
+    machine, volume, job, rates = facts.machine, facts.volume, choice.job, facts.machine.rates
+    on_cpu, positions, merged = machine.kind == "cpu", facts.shape.max_positions, choice.moments["merge"]
+    holds = {
+        "card": machine.card, "shipped": shapes.shipped_config(config.model.path), "assumed": volume.assumption,
+        "estimated": volume.is_estimate and not volume.assumption, "rates": on_cpu and config.train.precision == "auto",
+        "fp16": on_cpu and job.precision == "fp16", "reduced": choice.reduce_each,
+        "recomputed": job.recompute and config.train.recompute == "auto",
+        "positions": config.data.max_length > job.longest == positions,
+        "merged": on_cpu and merged > machine.usable_bytes(1), "shared": on_cpu and facts.price,
+    }  # fmt: skip
+    values = {
+        "card": machine.card, "gib": machine.memory_bytes / GIB, "tera": rates.bf16 / 1e12, "volume": volume,
+        "link": (machine.link_bytes_per_second or 0) / 1e9, "path": config.model.path, "positions": positions,
+        "job": job, "fp32": rates.fp32 / 1e9, "bf16": rates.bf16 / 1e9, "merged": format_bytes(merged),
+    }  # fmt: skip
+    return [note.format(**values) for name, note in EXPLAIN["notes"].items() if holds[name]]
 
 
 def measure_work(
@@ -333,6 +384,6 @@ def measure_work(
     work = StepWork(
         padded_tokens=area * scale, supervised_tokens=supervised, mean_length=area / sum(map(len, sampled)) * num_ranks,
         num_micro_batches=sum(map(len, layouts)) * scale, num_steps=num_steps,
-        evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks,
+        evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks, step_tokens=sum(tokens) / len(tokens),
     )  # fmt: skip
     return work, (len(sampled[0]), tokens[0], len(layouts[0]))

@@ -4,6 +4,7 @@ shares of efficiency.yaml; docs/planning.md has the formulas and every published
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fullshard.planning.memory import Job, Practice, block_bytes_per_token, own_
 from fullshard.planning.shape import ModelShape
 
 PROBED = (0.9, 1.1)  # real speed / that of a probe of some steps: benchmarks/plan.py
+DEVICES_OF_A_NODE = 8  # as sold
 EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
 
@@ -39,6 +41,7 @@ class StepWork:
     num_micro_batches: float
     num_steps: float
     evaluated_tokens: float  # padded tokens of forward-only passes
+    step_tokens: float = 0.0  # of all ranks, without padding, in a mean step
 
 
 @dataclass(frozen=True)
@@ -57,55 +60,66 @@ class Run:
     units: int = 1  # sharding units of a block
 
 
-def micro_batch_seconds(
+def kernel_numbers(
     shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice | None = None, shares: Any = None
 ) -> dict[str, float]:
-    """Seconds of one micro-batch by kernel class, with its part of the step, and their ``total``, overlap taken off."""
+    """What the formulas of a micro-batch are made of: counts, bytes, and rates a second."""
     shares = shares or EFFICIENCY["cpu" if job.on_cpu else "devices"]
-    does, layers = does or own_practice(job), shape.num_layers
-    family, is_full, memory = shares["families"][card.family], job.method == "full", card.memory_bytes_per_second
-    peak = card.flops.get(job.precision.split("_")[0], card.flops["fp16"])
-    blocks = job.recomputed(layers) / layers
-    again, passes = blocks if run.again is None else run.again, 3 if is_full else 2
-    products = 2 * run.tokens * shape.active_block_matrices * (passes + again)
-    products += 2 * run.head_tokens * shape.head_matrix * passes
-    repeats = 3.5 + blocks * (run.again is None)  # of a forward: backward has 2.5 times its work; selective keeps it
-    scores = 2 * run.tokens * run.length * shape.attention_width * layers * repeats  # causal: half of all pairs
+    does, kernels, is_full = does or own_practice(job), shares["kernels"], job.method == "full"
+    family, passes = shares["families"][card.family], 3 if is_full else 2
+    peak = card.flops.get(job.precision.split("_")[0], card.flops["fp16"]) * card.reachable
+    blocks = job.recomputed(shape.num_layers) / shape.num_layers
     wide = shape.hidden_size / (shape.hidden_size + shares["width"])  # narrow matrices fill a card worse
-    scores /= shares["small_heads"] if shape.attention_width <= 64 * shape.num_heads else 1
-    moved = block_bytes_per_token(shape, job.compute_bytes, 0) * shares["kernels"][run.kernels]
-    moved = run.tokens * layers * (3 + blocks) * (moved + 2 * run.adapted * shares["kernels"]["adapter"])
+    small = shares["small_heads"] if shape.attention_width <= 64 * shape.num_heads else 1
+    moved = block_bytes_per_token(shape, job.compute_bytes, 0) * kernels[run.kernels]
     cut = job.num_ranks // job.replicas
-    latency = shares["unit"] + shares["hop"] * job.num_ranks if cut > 1 else 0.0  # its launch; a ring through all ranks
-    trained = shape.parameters / cut if is_full else job.adapters
-    touched = trained * (2 * (does.weight + does.states) + 3 * does.gradient) * shares["optimizer"]
-    logits = run.head_tokens * shape.vocab_size * does.logit * shares["kernels"]["logits"]
+    sent, wire_rate = _wire(shape, job, card, run, does, shares)
+    return {
+        "tokens": run.tokens, "head_tokens": run.head_tokens, "length": run.length, "layers": shape.num_layers,
+        "weights": shape.active_block_matrices, "head": shape.head_matrix, "head_passes": passes,
+        "passes": passes + (blocks if run.again is None else run.again),
+        "product_rate": peak * family["matrices"] * wide, "width": shape.attention_width,
+        "repeats": 3.5 + blocks * (run.again is None),  # backward: 2.5 forwards; selective recomputation keeps them
+        "score_rate": peak * family[run.attention] * small, "memory_rate": card.memory_bytes_per_second,
+        "moved": (3 + blocks) * (moved + 2 * run.adapted * kernels["adapter"]),  # bytes a token and block
+        "logits": shape.vocab_size * does.logit * kernels["logits"], "block": shares["block"],
+        "collectives": 3 * run.units,
+        "latency": shares["unit"] + shares["hop"] * job.num_ranks if cut > 1 else 0.0,  # a ring through all ranks
+        "trained": shape.parameters / cut if is_full else job.adapters,
+        "touched": (2 * (does.weight + does.states) + 3 * does.gradient) * shares["optimizer"],
+        "accumulation": run.accumulation, "sent": sent, "wire_rate": wire_rate, "overlap": shares["overlap"],
+    }  # fmt: skip
+
+
+def micro_batch_seconds(*inputs: Any) -> dict[str, float]:
+    """Seconds of one micro-batch by kernel class, with its part of the step, what is ``hidden``, and their ``total``.
+    ``inputs``: those of ``kernel_numbers``. explain.yaml has the same formulas in words."""
+    n = SimpleNamespace(**kernel_numbers(*inputs))
     seconds = {
-        "matrices": products / (peak * card.reachable * family["matrices"] * wide),
-        "attention": scores / (peak * card.reachable * family[run.attention]),
-        "elementwise": (moved + logits) / memory,
-        "launches": layers * (shares["block"] + 3 * run.units * latency),
-        "optimizer": touched / memory / run.accumulation,
+        "matrices": 2 * (n.tokens * n.weights * n.passes + n.head_tokens * n.head * n.head_passes) / n.product_rate,
+        "attention": 2 * n.tokens * n.length * n.width * n.layers * n.repeats / n.score_rate,  # causal: half of all
+        "elementwise": (n.tokens * n.layers * n.moved + n.head_tokens * n.logits) / n.memory_rate,
+        "launches": n.layers * (n.block + n.collectives * n.latency),
+        "optimizer": n.trained * n.touched / n.memory_rate / n.accumulation,
     }
-    wire = _wire(shape, job, card, run, does, shares)
-    hidden = shares["overlap"] * min(wire, sum(seconds.values()) - seconds["optimizer"])
-    return seconds | {"wire": wire, "total": sum(seconds.values()) + wire - hidden}
+    busy, wire = sum(seconds.values()), n.sent / n.wire_rate
+    hidden = n.overlap * min(wire, busy - seconds["optimizer"])
+    return seconds | {"wire": wire, "hidden": hidden, "total": busy + wire - hidden}
 
 
-def _wire(shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice, shares: Any) -> float:
-    """Seconds on the links for a micro-batch: rings in a node and, at once, across nodes; replicas add what is cut."""
+def _wire(shape: ModelShape, job: Job, card: Accelerator, run: Run, does: Practice, shares: Any) -> tuple[float, float]:
+    """Bytes of a micro-batch on the slowest links, and their rate: rings in a node and, at once, across nodes."""
     inside, cut = -(-job.num_ranks // run.nodes), job.num_ranks // job.replicas  # devices of a node; of a replica
     gathered = (1 if job.gathers_all else 2) * job.compute_bytes * shape.parameters
     reduced = (does.reduced or 4) * (shape.parameters if job.method == "full" else job.adapters)
     reduced /= run.accumulation if job.accumulates else 1
     link = card.link_bytes_per_second * shares["link" if card.link_bytes_per_second > 64e9 else "bus"]  # bus: PCIe
     node = card.node_bytes_per_second * inside * shares["node"]
-    near = (gathered + reduced) * (1 - 1 / min(cut, inside)) / link
-    if run.nodes == 1:
-        return max(near, 2 * reduced * (1 - 1 / job.replicas) / link)
-    return max(
-        near, (gathered + reduced) * (1 - inside / max(cut, inside)) / node, 2 * reduced * (1 - 1 / job.replicas) / node
-    )
+    far = link if run.nodes == 1 else node
+    ways = [((gathered + reduced) * (1 - 1 / min(cut, inside)), link), (2 * reduced * (1 - 1 / job.replicas), far)]
+    if run.nodes > 1:
+        ways.append(((gathered + reduced) * (1 - inside / max(cut, inside)), node))
+    return max(ways, key=lambda way: way[0] / way[1])
 
 
 @functools.cache
@@ -128,19 +142,24 @@ def timed_product(dtype: torch.dtype, kind: str) -> float:
 def run_seconds(
     shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None,
     measured: float | None = None,
-) -> tuple[float, float, float, float]:  # fmt: skip
-    """Seconds of the run, low and high, and of a step. ``rates``, ``link`` (None: gloo) count if no card is known,
-    nothing but ``measured`` (seconds of a step) if that is given."""
+) -> tuple[float, float, float, float, dict[str, Any]]:  # fmt: skip
+    """Seconds of the run, low and high, and of a step; the numbers behind them, with the kernels' ``seconds``.
+    ``rates``, ``link`` (None: gloo) count if no card is known, only ``measured`` (seconds of a step) if that is given."""
     each = work.num_micro_batches / work.num_steps
     tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
-    run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // 8))  # 8: as sold
-    step = measured or each * micro_batch_seconds(shape, job, card or _measured(rates, job, link), run)["total"]
+    run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // DEVICES_OF_A_NODE))
+    inputs = (shape, job, card or _measured(rates, job, link), run)
+    seconds = micro_batch_seconds(*inputs)
+    step = measured or each * seconds["total"]
     known = EFFICIENCY["cpu" if job.on_cpu else "devices"]["error"] if job.on_cpu or card else EFFICIENCY["unknown"]
     slow, fast = PROBED if measured else known
     count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
     moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
-    low, high = (start + moved / disk for start, disk in EFFICIENCY["fixed"])
-    return low + count * step / fast, high + count * step / slow, step / fast, step / slow
+    starts = [start + moved / disk for start, disk in EFFICIENCY["fixed"]]
+    low, high = starts[0] + count * step / fast, starts[1] + count * step / slow
+    numbers = {"seconds": seconds, "step": step, "fast": fast, "slow": slow, "count": count, "starts": starts}
+    numbers |= {"low": low, "high": high, "quick": step / fast, "late": step / slow}
+    return low, high, step / fast, step / slow, kernel_numbers(*inputs) | numbers
 
 
 def _measured(rates: Rates, job: Job, link: float | None) -> Accelerator:
@@ -149,4 +168,5 @@ def _measured(rates: Rates, job: Job, link: float | None) -> Accelerator:
     half = (rates.bf16 or rates.fp16) * share
     flops = {"fp32": rates.fp32 * share, "tf32": half / 2, "bf16": half, "fp16": half}  # tf32: as data sheets have it
     memory = here["cpu_memory"] if job.on_cpu else max(flops.values()) / here["flops_per_byte"]
-    return Accelerator((), 0, flops, 1.0, memory, link or here["gloo"], 0.0, "measured")
+    link = link or here["gloo"]
+    return Accelerator((), 0, flops, 1.0, memory, link, link / DEVICES_OF_A_NODE, "measured")

@@ -16,5 +16,6 @@ def round_step(largest: float, most: int) -> int:
 _LOADER = FileSystemLoader(Path(__file__).parent)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 _ENVIRONMENT.globals["round_step"] = round_step
-_NAMES = ("page", "table", "bars", "marked", "timeline")
-page, table, bars, marked, timeline = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)
+_NAMES = ("page", "table", "bars", "marked", "timeline", "stacked")
+_MACROS = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)
+page, table, bars, marked, timeline, stacked = _MACROS

@@ -112,6 +112,7 @@ class Trainer:
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         self.planned_bytes = plan.get("moments", {}).get("train")
+        self.planned_speeds: list[float] = plan.get("tokens_per_second", [])  # of all ranks, low and high
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
@@ -233,6 +234,7 @@ class Trainer:
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
             row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
             tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
+            planned_seconds=[num_tokens / speed for speed in reversed(self.planned_speeds)],
             start_bytes=self.start_bytes, planned_bytes=self.planned_bytes,
             share_of_peak=work / seconds / self.flops_per_second, **self.scale.metrics,
         )  # fmt: skip

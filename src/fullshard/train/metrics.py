@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fullshard.errors import ConfigError
 
 Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # (values, step), and the end
+STEPS_TO_JUDGE = 3  # after which the plan's memory and time stand beside what was measured
 LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal can redraw a bar
 
 
@@ -74,6 +75,11 @@ class MetricsLog:
                 done = values["step"] - self._first_step
                 left = self._step_seconds / done * (self._num_steps - values["step"])
                 self.say(f"step {values['step']}/{self._num_steps}  {state}  {left:.0f} s left")
+        done = min(STEPS_TO_JUDGE, self._num_steps - self._first_step)
+        if values.get("planned_seconds") and values["step"] == self._first_step + done:
+            low, high = values["planned_seconds"]
+            peak = f"peak {values['memory_bytes'] / 1e9:.2f} GB a rank, planned {values['planned_bytes'] / 1e9:.2f} GB"
+            self.say(f"step {values['step']}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""

@@ -144,13 +144,15 @@ def _trace(recipe: str, overrides: list[str] | None, json_output: bool, **option
     _print_json(result) if json_output else print("\n".join(result["report"]))
 
 
-def _doctor(json_output: bool) -> None:
+def _doctor(recipe: str | None, overrides: list[str] | None, json_output: bool) -> None:
     from fullshard.doctor import check_machine
+    from fullshard.launch import speaks, started_by_launcher
 
-    result = check_machine()
-    _print_result(result, json_output)
-    if not result.healthy:
-        raise typer.Exit(2)
+    result = check_machine(recipe, overrides or (), is_rank=started_by_launcher())
+    if speaks():
+        _print_result(result, json_output)
+        if not result.healthy:
+            raise typer.Exit(2)
 
 
 def _generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:

@@ -34,14 +34,13 @@ MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
-SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
     """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
     accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
     _check_ranks(ranks)
-    if _started_by_launcher():
+    if started_by_launcher():
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
     prepare_run(config, ranks, quiet, text, [])
@@ -56,7 +55,7 @@ def trace_run(
     and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
     from fullshard.report.trace import write_trace
 
-    if _started_by_launcher():
+    if started_by_launcher():
         raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
     _check_ranks(ranks)
     run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
@@ -72,7 +71,7 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
     run = Path(run)
     _check_ranks(ranks)
-    if _started_by_launcher():
+    if started_by_launcher():
         from fullshard.ranks import start_ranks
 
         here = start_ranks()
@@ -95,7 +94,7 @@ def _check_ranks(ranks: int | None) -> None:
     """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
     if ranks is None:
         return
-    if _started_by_launcher():
+    if started_by_launcher():
         if ranks != (started := int(os.environ["WORLD_SIZE"])):
             raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
         return
@@ -184,7 +183,8 @@ def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, s
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _started_by_launcher() -> bool:
+def started_by_launcher() -> bool:
+    """Whether torchrun, Slurm or the like has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -197,19 +197,16 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from fullshard.ranks import launch_ranks
     from fullshard.train.loop import TrainResult
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
-    meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
     arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
     sys.stdout.flush()
     try:
-        elastic_launch(settings, sys.executable)(*arguments)
+        launch_ranks(ranks, run.name, arguments)
     except ChildFailedError as error:
         raise _first_failure(run, error) from None
     except SignalException as error:
@@ -279,25 +276,10 @@ def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
 
 def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
-    token = run / f".{ranks.gather_objects(uuid.uuid4().hex)[0]}"
-
-    def put() -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        token.touch()
-
-    def look() -> tuple[str, bool]:
-        deadline = time.monotonic() + SEEN_WITHIN_SECONDS
-        while not (seen := token.is_file()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return f"{socket.gethostname()} ({run.absolute()})", seen
-
-    ranks.agree(put if ranks.is_first else None)
-    places = ranks.agree(look)
+    places = ranks.who_sees(run)
     blind = sorted({place for place, seen in places if not seen})
-    if ranks.is_first:
-        token.unlink()
-        if blind and not any(run.iterdir()):
-            run.rmdir()
+    if ranks.is_first and blind and not any(run.iterdir()):
+        run.rmdir()
     if blind:
         message = f"The run folder of rank 0, {places[0][0]}, is not seen from {', '.join(blind)}."
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))

@@ -145,10 +145,9 @@ def _trace(recipe: str, overrides: list[str] | None, json_output: bool, **option
 
 
 def _doctor(recipe: str | None, overrides: list[str] | None, json_output: bool) -> None:
-    from fullshard.doctor import check_machine
-    from fullshard.launch import speaks, started_by_launcher
+    from fullshard.launch import check_machine, speaks
 
-    result = check_machine(recipe, overrides or (), is_rank=started_by_launcher())
+    result = check_machine(recipe, overrides or ())
     if speaks():
         _print_result(result, json_output)
         if not result.healthy:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -20,14 +19,14 @@ import psutil
 import yaml
 from packaging.version import Version
 
-from fullshard.config import DataFile, RunConfig, load_config
-from fullshard.errors import ConfigError, TrainError, UserError
+from fullshard.config import DataFile, RunConfig
+from fullshard.errors import ConfigError, UserError
 from fullshard.planning.hardware import find_accelerator, read_host
 from fullshard.run_folder import read_json, write_json
 
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 LIMIT_SECONDS = 60  # for the ranks to meet, and for each collective
-RANK_PROGRAM = ["-m", "fullshard.doctor"]
+PLACE, FOUND = "place.json", "found.json"  # in the folder of ``run_rank``
 Result = tuple[str, str] | tuple[str, str, str]  # level (empty: ok), finding, name of the fix where not the check's
 
 
@@ -68,35 +67,16 @@ class MachineReport:
         return "\n".join([*lines, end])
 
 
-def check_machine(recipe: str | None = None, overrides: Sequence[str] = (), is_rank: bool = False) -> MachineReport:
-    """Test this machine, and what a recipe needs of it where one is given. Nothing is installed or changed; what is
-    wrong is a finding. ``is_rank``: a launcher started this process, and all ranks call this. Raises ConfigError."""
-    config = load_config(recipe, overrides) if recipe else None
-    output = Path(config.output if config else ".").absolute()
-    place = next(folder for folder in (output, *output.parents) if folder.is_dir())
+def check_process(place: Path) -> list[Check]:
+    """What one process can say: versions, this host, free room at ``place``; last, where torch can be used, the cache."""
     checks = [Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")]  # an old one installs nothing
     checks += [_make(name, _read_package, name, *borders) for name, borders in FACTS["versions"].items()]
-    checks += [_make("torch build", _read_build), *_check_host(place)]
-    if any(check.ok == "fail" and check.name.startswith("torch") for check in checks):
-        return MachineReport(tuple(checks))
-    from fullshard.device import cache_folder, default_ranks
-    from fullshard.ranks import start_ranks
-
-    checks.append(_make("cache", _write_file, cache_folder()))
-    needs = partial(_check_recipe, config, place) if config else lambda num_ranks: []
-    try:
-        if is_rank:
-            ranks = start_ranks(LIMIT_SECONDS)
-            found = ranks.gather_objects((socket.gethostname(), [*checks, *examine_rank(ranks, place)]))
-            needed = ranks.agree(partial(needs, ranks.num_ranks) if ranks.is_first else None)[0]
-            return MachineReport((*_join(found), *needed))
-        checks += _join(start_examining(default_ranks(), place))
-    except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
-        checks.append(_judge("ranks", "fail", str(error).strip().partition("\n")[0]))
-    return MachineReport((*checks, *(needs(default_ranks()) if not is_rank else ())))
+    checks += [*_check_host(place), _make("torch build", _read_build)]
+    usable = "fail" not in (check.ok for check in checks if check.name.startswith("torch"))
+    return [*checks, _make("cache", _write_cache)] if usable else checks
 
 
-def _join(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
+def join_ranks(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
     """Of all ranks' (node, checks) one check of each name: the worst, with its rank. Versions that differ are wrong,
     slow devices are named."""
     several = len({node for node, _ in found}) > 1
@@ -106,26 +86,27 @@ def _join(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
         usual, each = statistics.median_high(check.rate for check in same), dict(zip(names, same, strict=True))
         slow = [f"{who} {one.rate / 1e9:,.3g}" for who, one in each.items() if one.rate < FACTS["slow_rank"] * usual]
         if worst.name in FACTS["same"] and len({check.finding for check in same}) > 1:
-            worst = _judge(worst.name, "fail", "; ".join(f"{who} {one.finding}" for who, one in each.items()), "same")
+            worst = judge(worst.name, "fail", "; ".join(f"{who} {one.finding}" for who, one in each.items()), "same")
         elif worst.ok != "ok":
             worst = replace(worst, finding=f"{names[same.index(worst)]}: {worst.finding}")
         elif slow:
-            worst = _judge(worst.name, "warn", f"{worst.finding}; slow: {', '.join(slow)}", "slow", worst.rate)
+            worst = judge(worst.name, "warn", f"{worst.finding}; slow: {', '.join(slow)}", "slow", worst.rate)
         yield worst
 
 
-def _judge(name: str, level: str, finding: str, fix: str = "", rate: float = 0.0) -> Check:
+def judge(name: str, level: str, finding: str, fix: str = "", rate: float = 0.0) -> Check:
+    """A check; ``level``: empty is ok. ``fix``: the name of what mends it, where it is not the check's."""
     return Check(name, level or "ok", finding, FACTS["fixes"][fix or name] if level else "", rate)
 
 
 def _make(name: str, test: Callable[..., Result], *given: Any) -> Check:
     """The check that a test's result makes; what the test refuses is a failure."""
     try:
-        return _judge(name, *test(*given))
+        return judge(name, *test(*given))
     except UserError as error:
         return Check(name, "fail", error.message, error.hint or FACTS["fixes"][name])
     except OSError as error:
-        return _judge(name, "fail", f"{error.filename}: {error.strerror}")
+        return judge(name, "fail", f"{error.filename}: {error.strerror}")
 
 
 def _read_package(name: str, least: str, newest: str) -> Result:
@@ -158,42 +139,36 @@ def _check_host(place: Path) -> Iterator[Check]:
     host, needed = read_host(), FACTS["needed_gb"]
     free, available = shutil.disk_usage(place).free / 1e9, host.available_bytes / 1e9
     memory = f"{available:.1f} of {host.total_bytes / 1e9:.1f} GB free"
-    yield _judge("cores", "warn" * (host.cores < 2), f"{host.cores} ({host.processor})")
-    yield _judge("memory", "warn" * (available < needed["memory"]), memory)
-    yield _judge("disk", "warn" * (free < needed["disk"]), f"{free:.1f} GB free at {place}")
+    yield judge("cores", "warn" * (host.cores < 2), f"{host.cores} ({host.processor})")
+    yield judge("memory", "warn" * (available < needed["memory"]), memory)
+    yield judge("disk", "warn" * (free < needed["disk"]), f"{free:.1f} GB free at {place}")
     up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup}
     finding = ", ".join(name + f" ({speed:,} Mbit/s)" * (speed > 0) for name, speed in up.items())
     try:
         yield Check("interfaces", "ok", f"{finding}; this host is {socket.gethostbyname(socket.gethostname())}")
     except OSError:
-        yield _judge("interfaces", "warn", f"{finding}; this host's name {socket.gethostname()} has no address")
+        yield judge("interfaces", "warn", f"{finding}; this host's name {socket.gethostname()} has no address")
 
 
-def _write_file(folder: Path) -> Result:
-    folder.mkdir(parents=True, exist_ok=True)
+def _write_cache() -> Result:
+    from fullshard.device import cache_folder
+
+    (folder := cache_folder()).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     return "", f"{folder} can be written"
 
 
-def start_examining(num_ranks: int, place: Path) -> list[tuple[str, list[Check]]]:
-    """Start ranks as ``train`` does and let them ``examine_rank``; none is left. TrainError for the first to fail."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def run_rank(folder: Path) -> None:
+    """Be one rank that the launcher has started for this; rank 0 leaves what all have found in ``folder``."""
+    from fullshard.ranks import start_ranks, stop_ranks
 
-    from fullshard.ranks import launch_ranks
-
-    with tempfile.TemporaryDirectory() as folder:
-        logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
-        try:
-            launch_ranks(num_ranks, "doctor", [*RANK_PROGRAM, folder, str(place)], logs_specs=logs)
-        except ChildFailedError as error:
-            rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-            texts = [path.read_text(errors="replace") for path in Path(folder).rglob(f"{rank}/stderr.log")]
-            said = ["it said nothing", *"".join(texts).strip().splitlines()][-1]
-            raise TrainError(f"rank {rank} ended with exit code {failure.exitcode}: {said}") from None
-        except SignalException:
-            raise KeyboardInterrupt from None
-        return [(node, [Check(**check) for check in checks]) for node, checks in read_json(Path(folder) / "ranks.json")]
+    signal.alarm(2 * LIMIT_SECONDS)  # ends this rank wherever it hangs
+    ranks = start_ranks(LIMIT_SECONDS)
+    mine = [asdict(check) for check in examine_rank(ranks, Path(read_json(folder / PLACE)))]
+    found = ranks.gather_objects((socket.gethostname(), mine))
+    if ranks.is_first:
+        write_json(folder / FOUND, found)
+    stop_ranks()
 
 
 def examine_rank(ranks: Any, place: Path) -> Iterator[Check]:
@@ -205,7 +180,7 @@ def examine_rank(ranks: Any, place: Path) -> Iterator[Check]:
     card = device_name(index) if ranks.device.type != "cpu" else ""
     free, total = device_memory(index) if card else (0, 0)
     finding = f"{ranks.num_ranks} x {card}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-    yield _judge("accelerators", "warn" * (free < total / 2), finding if card else "none: training runs on the CPU")
+    yield judge("accelerators", "warn" * (free < total / 2), finding if card else "none: training runs on the CPU")
     for precision in FACTS["error_limits"]:
         yield (check := _test_product(precision, ranks.device, card, plain))
         plain = plain or check.rate
@@ -243,8 +218,8 @@ def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check
     finding += f", {plain / rate:.2g} x slower than fp32: emulated" * (rate < plain / 2)
     finding += f" (busy: load {load:.1f} on {num_cores()} cores)" * (load > num_cores() / 2)
     if not error <= limit:
-        return _judge(title, "fail", f"{finding}; rounding explains at most {limit:g}", "wrong", rate)
-    return _judge(title, "warn" * (rate < FACTS["slow_card"] * peak), finding, "slow", rate)
+        return judge(title, "fail", f"{finding}; rounding explains at most {limit:g}", "wrong", rate)
+    return judge(title, "warn" * (rate < FACTS["slow_card"] * peak), finding, "slow", rate)
 
 
 def _test_collectives(ranks: Any) -> Iterator[Check]:
@@ -277,10 +252,10 @@ def _test_collectives(ranks: Any) -> Iterator[Check]:
             sent = parts_RP.nbytes * (count - 1) / count * (2 if name in ("sum", "average") else 1)
             told = f"{label} {seconds * 1e3:.3g} ms" + f" = {sent / seconds / 1e9:.2g} GB/s" * (sent > 0)
             texts[name] = f"{texts.get(name, 'right')}, {told}"
-    yield from (_judge(name, "fail" * bool(wrong[name]), wrong[name] or texts[name], "collectives") for name in texts)
+    yield from (judge(name, "fail" * bool(wrong[name]), wrong[name] or texts[name], "collectives") for name in texts)
 
 
-def _check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
+def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
     """What the recipe needs: its model, readable data, a template that marks answers and their end, memory, disk."""
     from fullshard.data import chat
     from fullshard.data.files import open_records
@@ -292,11 +267,6 @@ def _check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]
 
     data, train, rows = config.data, config.train, []
 
-    def find_model() -> Result:
-        is_here = Path(config.model.path).expanduser().exists()
-        folder = with_model_folder(config, weights=is_here).model.path
-        return "", f"{folder} is {'complete' if is_here else 'here, but for weights, which come at the start'}"
-
     def read_rows() -> Result:
         files = [*config.train_files, *([DataFile(path=data.eval)] if isinstance(data.eval, str) else [])]
         for file in files:
@@ -306,7 +276,8 @@ def _check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]
         return "", f"the first {len(rows)} rows of {', '.join(file.path for file in files)} can be read"
 
     def render() -> Result:
-        folder = Path(with_model_folder(config, weights=False).model.path)
+        is_here = Path(config.model.path).expanduser().exists()
+        folder = Path(with_model_folder(config, weights=is_here).model.path)  # a folder must be complete
         tokenizer = chat.load_tokenizer(folder, config.model.add_tokens)
         added = [number + 1 for number in chat.added_ids(tokenizer, config.model.add_tokens)]
         chat.check_tokenizer(tokenizer, max(chat.num_embeddings(folder) or len(tokenizer), *added, 0))
@@ -334,17 +305,5 @@ def _check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]
         level = "fail" if needed[0] > free else "warn" * (sum(needed) > free)
         return level, f"{finding}; {format_bytes(free)} free at {place}"
 
-    tests = {"model": find_model, "data": read_rows, "template": render, "memory for it": plan_memory}
+    tests = {"data": read_rows, "template": render, "memory for it": plan_memory}
     return [_make(name, test) for name, test in (tests | {"disk for it": plan_disk}).items()]
-
-
-if __name__ == "__main__":
-    from fullshard.ranks import start_ranks, stop_ranks
-
-    signal.alarm(2 * LIMIT_SECONDS)  # ends this rank wherever it hangs
-    here = start_ranks(LIMIT_SECONDS)
-    mine = [asdict(check) for check in examine_rank(here, Path(sys.argv[2]))]
-    everyone = here.gather_objects((socket.gethostname(), mine))
-    if here.is_first:
-        write_json(Path(sys.argv[1]) / "ranks.json", everyone)
-    stop_ranks()

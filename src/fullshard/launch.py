@@ -16,12 +16,14 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
 
-from fullshard import run_folder
+from fullshard import doctor, run_folder
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
 Recipe = RunConfig | str | Path
-MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
+MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 EXIT_USER_ERROR = 2
@@ -40,7 +42,7 @@ def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None =
     """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
     accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
     _check_ranks(ranks)
-    if started_by_launcher():
+    if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
     prepare_run(config, ranks, quiet, text, [])
@@ -55,7 +57,7 @@ def trace_run(
     and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
     from fullshard.report.trace import write_trace
 
-    if started_by_launcher():
+    if _started_by_launcher():
         raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
     _check_ranks(ranks)
     run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
@@ -71,7 +73,7 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
     run = Path(run)
     _check_ranks(ranks)
-    if started_by_launcher():
+    if _started_by_launcher():
         from fullshard.ranks import start_ranks
 
         here = start_ranks()
@@ -79,6 +81,35 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         _require_shared(run, here)
         return _run_as_rank(run, number, MODES[quiet], here)
     return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
+
+
+def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> doctor.MachineReport:
+    """Test this machine, or under torchrun all nodes, and what a recipe needs where one is given; see ``doctor``.
+    Nothing is installed or changed; what is wrong is a finding. Raises ConfigError for a recipe that is none."""
+    config = load_config(recipe, overrides) if recipe else None
+    output = Path(config.output if config else ".").absolute()
+    place = next(folder for folder in (output, *output.parents) if folder.is_dir())
+    checks = doctor.check_process(place)
+    if checks[-1].name != "cache":  # torch cannot be used
+        return doctor.MachineReport(tuple(checks))
+    from fullshard.device import default_ranks
+    from fullshard.ranks import start_ranks
+
+    needs = partial(doctor.check_recipe, config, place) if config else lambda num_ranks: []
+    try:
+        if _started_by_launcher():
+            ranks = start_ranks(doctor.LIMIT_SECONDS)
+            found = ranks.gather_objects((socket.gethostname(), [*checks, *doctor.examine_rank(ranks, place)]))
+            needed = ranks.agree(partial(needs, ranks.num_ranks) if ranks.is_first else None)[0]
+            return doctor.MachineReport((*doctor.join_ranks(found), *needed))
+        with TemporaryDirectory() as folder:
+            write_json(Path(folder) / doctor.PLACE, str(place))
+            _launch(Path(folder), default_ranks(), None, "doctor")
+            found = [(node, [doctor.Check(**one) for one in mine]) for node, mine in read_json(Path(folder) / doctor.FOUND)]
+            checks += doctor.join_ranks(found)
+    except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
+        checks.append(doctor.judge("ranks", "fail", str(error).strip().partition("\n")[0]))
+    return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -94,7 +125,7 @@ def _check_ranks(ranks: int | None) -> None:
     """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
     if ranks is None:
         return
-    if started_by_launcher():
+    if _started_by_launcher():
         if ranks != (started := int(os.environ["WORLD_SIZE"])):
             raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
         return
@@ -183,8 +214,7 @@ def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, s
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def started_by_launcher() -> bool:
-    """Whether torchrun, Slurm or the like has started this process as a rank."""
+def _started_by_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -197,16 +227,17 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from fullshard.ranks import launch_ranks
-    from fullshard.train.loop import TrainResult
-
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
+    meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
+    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
     arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
     sys.stdout.flush()
     try:
-        launch_ranks(ranks, run.name, arguments)
+        elastic_launch(settings, sys.executable)(*arguments)
     except ChildFailedError as error:
         raise _first_failure(run, error) from None
     except SignalException as error:
@@ -215,7 +246,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
-    return TrainResult.read(run) if mode != "trace" else None
+    return resolve_name("fullshard.train.loop:TrainResult").read(run) if mode in MODES else None
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
@@ -309,11 +340,11 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | 
 
 def rank_main(arguments: list[str]) -> int:
     """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
-    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]  # loud, quiet or trace
+    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
-        _run_as_rank(run, resume_step, mode)
+        doctor.run_rank(run) if mode == "doctor" else _run_as_rank(run, resume_step, mode)
         return 0
     except KeyboardInterrupt:
         return 130

@@ -1,9 +1,7 @@
 """The ranks of one run: process group, mesh, sums over ranks, output of rank 0."""
 
-import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -131,17 +129,6 @@ class Ranks:
         with suppress(RuntimeError):  # the first to leave breaks the others' connections
             self.maximum(0)
         raise problem
-
-
-def launch_ranks(num_ranks: int, name: str, arguments: list[str], **settings: Any) -> None:
-    """Run Python with ``arguments`` as the ranks of this machine until all end. Raises what torch's elastic launcher
-    does: ChildFailedError, SignalException. ``settings``: more of its LaunchConfig."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    meeting = {"run_id": name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    found = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=0, **meeting, **settings)
-    elastic_launch(found, sys.executable)(*arguments)
 
 
 def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:

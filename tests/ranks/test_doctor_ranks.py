@@ -42,7 +42,7 @@ def examine(ranks, folders: list[str], broken: str = "") -> list[tuple[str, doct
         if ranks.rank == 1 and broken in faults:
             stack.enter_context(mock.patch.object(dist, broken, faults[broken]))
         found = list(doctor.examine_rank(ranks, Path(folders[ranks.rank])))
-    return list(doctor._join(ranks.gather_objects(("node", found))))
+    return list(doctor.join_ranks(ranks.gather_objects(("node", found))))
 
 
 def failed(folders: list[str], broken: str = "") -> dict[str, str]:

@@ -103,10 +103,10 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
             needed = ranks.agree(partial(needs, ranks.num_ranks) if ranks.is_first else None)[0]
             return doctor.MachineReport((*doctor.join_ranks(found), *needed))
         with TemporaryDirectory() as folder:
-            write_json(Path(folder) / doctor.PLACE, str(place))
+            write_json(Path(folder) / doctor.FILE, {"place": str(place)})
             _launch(Path(folder), default_ranks(), None, "doctor")
-            found = [(node, [doctor.Check(**one) for one in mine]) for node, mine in read_json(Path(folder) / doctor.FOUND)]
-            checks += doctor.join_ranks(found)
+            found = read_json(Path(folder) / doctor.FILE)["found"]
+            checks += doctor.join_ranks([(node, [doctor.Check(**one) for one in mine]) for node, mine in found])
     except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
         checks.append(doctor.judge("ranks", "fail", str(error).strip().partition("\n")[0]))
     return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))

@@ -19,7 +19,7 @@ from fullshard import doctor
 
 def examine(ranks, folders: list[str], broken: str = "") -> list[tuple[str, doctor.Check]]:
     """The joined checks of all ranks, of which rank 1 may have a broken collective or a slow device."""
-    real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "reduce_scatter_tensor")}
+    real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
 
     def add_one(value, **options):
         real["all_reduce"](value, **options)
@@ -29,18 +29,19 @@ def examine(ranks, folders: list[str], broken: str = "") -> list[tuple[str, doct
         given.view(-1)[:1] += 1  # the first element of what rank 0 gets
         return real["all_to_all_single"](output, given, **options)
 
-    def get_nothing(output, given, **options):
-        real["reduce_scatter_tensor"](output, given, **options)
-        output.fill_(float("nan"))
+    def get_nothing(value, **options):
+        real["all_reduce"](value, **options)
+        value.fill_(float("nan"))
 
-    faults = {"all_reduce": add_one, "all_to_all_single": send_wrong, "reduce_scatter_tensor": get_nothing}
+    faults = {"all_reduce": add_one, "all_to_all_single": send_wrong, "nan": get_nothing}
     with ExitStack() as stack:
         stack.enter_context(mock.patch("fullshard.ranks.SEEN_WITHIN_SECONDS", 0.2))
         stack.enter_context(mock.patch("socket.gethostname", return_value="node"))
         rate = 2e9 if broken == "slow" and ranks.rank == 1 else 9e9
         stack.enter_context(mock.patch("fullshard.planning.speed.timed_product", return_value=rate))
         if ranks.rank == 1 and broken in faults:
-            stack.enter_context(mock.patch.object(dist, broken, faults[broken]))
+            name = "all_reduce" if broken == "nan" else broken
+            stack.enter_context(mock.patch.object(dist, name, faults[broken]))
         found = list(doctor.examine_rank(ranks, Path(folders[ranks.rank])))
     return list(doctor.join_ranks(ranks.gather_objects(("node", found))))
 
@@ -61,7 +62,7 @@ def test_two_ranks_are_fine(tmp_path):
     [
         ("all_reduce", ["sum", "average"], "rank 1: wrong here"),
         ("all_to_all_single", ["all-to-all"], "rank 0: what ranks [1] send arrives wrong here"),
-        ("reduce_scatter_tensor", ["reduce-scatter"], "rank 1: wrong here"),
+        ("nan", ["sum", "average"], "rank 1: wrong here"),
     ],
 )
 def test_a_wrong_collective_names_the_rank(tmp_path, broken, names, words):

@@ -23,7 +23,7 @@ from fullshard.launch import check_machine
 
 CPU = torch.device("cpu")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-COLLECTIVES = {"sum", "average", "gather", "reduce-scatter", "all-to-all"}
+COLLECTIVES = {"sum", "average", "all-to-all"}
 ROOM = SimpleNamespace(free=10**12, total=2 * 10**12)
 
 

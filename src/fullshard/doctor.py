@@ -265,7 +265,7 @@ def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
     from fullshard.model.fetch import with_model_folder
     from fullshard.planning.plan import format_bytes
     from fullshard.planning.search import make_plan, read_facts
-    from fullshard.planning.volume import assume_volume
+    from fullshard.planning.volume import ASSUMED_ROWS, assume_volume
 
     data, train, rows = config.data, config.train, []
 
@@ -287,13 +287,14 @@ def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
         made = [one for row in rows for one in renderer.row(row)]
         learned, ends = sum(sum(one.supervised) for one in made), {one.ids[stop] for one in made for stop in one.stops}
         if not learned:
-            return "fail", f"no token of {len(rows)} rows is learned"
+            return "fail" if rows else "warn", f"no token of {len(rows)} rows is learned"
         finding = f"{learned / sum(len(one.ids) for one in made):.0%} of the tokens are learned; answers end with "
         names = [f"{tokenizer.convert_ids_to_tokens(number)!r} (id {number})" for number in sorted(ends)]
         return "warn" * (not ends), finding + (" or ".join(names) or "no token"), "stop"
 
     def plan_memory() -> Result:
-        plan, free = make_plan(config, num_ranks), read_host().available_bytes
+        plan = make_plan(config, num_ranks, rows=None if rows else ASSUMED_ROWS)
+        free = read_host().available_bytes
         finding = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank in {plan.precision}"
         finding += f"; to merge {format_bytes(plan.moments['merge'])} of {format_bytes(free)} on the host"
         return "warn" * (plan.moments["merge"] > free), finding

@@ -104,5 +104,6 @@ def test_two_nodes_test_each_other(tmp_path, tmp_path_factory):
     with Nodes(["doctor", "recipe.yaml"], [job, other], backend="static") as nodes:
         assert nodes.wait() == [1, 0]
         out = nodes.texts("out")
-    assert out[1] == "" and "2 of " in out[0] and "checks failed" in out[0]
+    assert out[1] == "" and "2 of " in out[0] and "checks failed" in out[0], out[0]
+    assert "warn  template       no token of 0 rows" in out[0]
     assert f"({other}): rank 0's file is not seen" in out[0] and "rows.jsonl:1" in out[0]

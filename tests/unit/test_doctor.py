@@ -39,17 +39,8 @@ def named(checks) -> dict[str, Check]:
 def test_every_subject_is_tested_here(report):
     found = named(report.checks)
     subjects = {"Python", "torch", "transformers", "peft", "safetensors", "torch build", "cores", "memory", "disk"}
-    subjects |= {
-        "interfaces",
-        "cache",
-        "shared folder",
-        "ranks",
-        "accelerators",
-        "fp32 products",
-        "tf32 products",
-        "bf16 products",
-        "fp16 products",
-    }
+    subjects |= {"interfaces", "cache", "shared folder", "ranks", "accelerators"}
+    subjects |= {f"{name} products" for name in ("fp32", "tf32", "bf16", "fp16")}
     assert found.keys() == subjects | COLLECTIVES
     assert report.healthy, report.to_text()
     assert all(check.ok in ("ok", "warn", "fail") and check.finding for check in report.checks)
@@ -57,7 +48,7 @@ def test_every_subject_is_tested_here(report):
     assert "2 have met, over gloo" in found["ranks"].finding or found["cores"].finding.startswith("1 ")
     assert found["tf32 products"].finding == "not on this device"
     for name in ("fp32", "bf16", "fp16"):
-        assert re.match(r"error \de-0\d, [\d.]+ GFLOP/s a core", found[f"{name} products"].finding)
+        assert re.match(r"error [\de.-]+, [\d.]+ GFLOP/s a core", found[f"{name} products"].finding)
         assert found[f"{name} products"].rate > 1e7
     for name in COLLECTIVES:
         assert re.match(r"right, 4 KB [\d.]+ ms.*, 1 MB .*, 16 MB [\d.]+ ms", found[name].finding)
@@ -351,7 +342,7 @@ def test_only_what_trains_is_counted_on_the_disk(job):
 
 
 def test_a_full_disk(job, monkeypatch):
-    for free, ok in ((10_000, "fail"), (250_000, "warn")):
+    for free, ok in ((200_000, "fail"), (270_000, "warn")):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         found = needs()["disk for it"]
         assert found.ok == ok, found.finding

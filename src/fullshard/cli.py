@@ -95,9 +95,7 @@ def _plan(recipe: str, overrides: list[str] | None, json_output: bool, probe: bo
     compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
     if compare and explain:
         raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
-    if probe and (
-        compare or any(value for name, value in options.items() if name not in ("ranks", "price", "currency"))
-    ):
+    if probe and (compare or options["devices"] or options["rows"] or options["mean_tokens"]):
         raise UserError("--probe runs real steps of this one recipe on this machine.", "Leave the other options out.")
     make = fullshard.compare_plans if compare else fullshard.make_plan
     if probe:
@@ -159,13 +157,14 @@ def _trace(recipe: str, overrides: list[str] | None, json_output: bool, **option
     _print_json(result) if json_output else print("\n".join(result["report"]))
 
 
-def _doctor(json_output: bool) -> None:
-    from fullshard.doctor import check_machine
+def _doctor(recipe: str | None, overrides: list[str] | None, json_output: bool) -> None:
+    from fullshard.launch import check_machine, speaks
 
-    result = check_machine()
-    _print_result(result, json_output)
-    if not result.healthy:
-        raise typer.Exit(2)
+    result = check_machine(recipe, overrides or ())
+    if speaks():
+        _print_result(result, json_output)
+        if not result.healthy:
+            raise typer.Exit(2)
 
 
 def _generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:

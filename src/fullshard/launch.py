@@ -19,12 +19,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
 
-from fullshard import run_folder
+from fullshard import doctor, run_folder
 from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
@@ -34,11 +36,10 @@ if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
 Recipe = RunConfig | str | Path
-MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
+MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 PROBE_STEPS = 4
-SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
@@ -77,13 +78,10 @@ def probe_run(
     with _short_run(Path(config.output), recipe, short, ranks, "quiet") as run:
         records = map(json.loads, (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines())
         steps = [record for record in records if record["kind"] == "train"]
-    speed = statistics.median(record["tokens_per_second"] for record in steps[1:])
-    plan, peak = (
-        make_plan(config, ranks, price=price, currency=currency, tokens_per_second=speed),
-        format_bytes(steps[-1]["memory_bytes"]),
-    )
-    note = f"speed: measured in {len(steps)} steps, the first left out; they took {peak} a rank"
-    return replace(plan, notes=(note, *plan.notes))
+    speed = statistics.median(record["tokens_per_second"] for record in steps[1:] or steps)
+    plan = make_plan(config, ranks, price=price, currency=currency, tokens_per_second=speed)
+    peak = format_bytes(steps[-1]["memory_bytes"])
+    return replace(plan, notes=(f"speed: measured in {len(steps)} steps, which took {peak} a rank", *plan.notes))
 
 
 @contextmanager
@@ -113,6 +111,35 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
         _require_shared(run, here)
         return _run_as_rank(run, number, MODES[quiet], here)
     return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
+
+
+def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> doctor.MachineReport:
+    """Test this machine, or under torchrun all nodes, and what a recipe needs where one is given; see ``doctor``.
+    Nothing is installed or changed; what is wrong is a finding. Raises ConfigError for a recipe that is none."""
+    config = load_config(recipe, overrides) if recipe else None
+    output = Path(config.output if config else ".").absolute()
+    place = next(folder for folder in (output, *output.parents) if folder.is_dir())
+    checks = doctor.check_process(place)
+    if checks[-1].name != "cache":  # torch cannot be used
+        return doctor.MachineReport(tuple(checks))
+    from fullshard.device import default_ranks
+    from fullshard.ranks import start_ranks
+
+    needs = partial(doctor.check_recipe, config, place) if config else lambda num_ranks: []
+    try:
+        if _started_by_launcher():
+            ranks = start_ranks(doctor.LIMIT_SECONDS)
+            found = ranks.gather_objects((socket.gethostname(), [*checks, *doctor.examine_rank(ranks, place)]))
+            needed = ranks.agree(partial(needs, ranks.num_ranks) if ranks.is_first else None)[0]
+            return doctor.MachineReport((*doctor.join_ranks(found), *needed))
+        with TemporaryDirectory() as folder:
+            write_json(Path(folder) / doctor.FILE, {"place": str(place)})
+            _launch(Path(folder), default_ranks(), None, "doctor")
+            found = read_json(Path(folder) / doctor.FILE)["found"]
+            checks += doctor.join_ranks([(node, [doctor.Check(**one) for one in mine]) for node, mine in found])
+    except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
+        checks.append(doctor.judge("ranks", "fail", str(error).strip().partition("\n")[0]))
+    return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
@@ -230,8 +257,6 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from fullshard.train.loop import TrainResult
-
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
@@ -249,7 +274,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
-    return TrainResult.read(run) if mode != "trace" else None
+    return resolve_name("fullshard.train.loop:TrainResult").read(run) if mode in MODES else None
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
@@ -307,25 +332,10 @@ def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
 
 def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
-    token = run / f".{ranks.gather_objects(uuid.uuid4().hex)[0]}"
-
-    def put() -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        token.touch()
-
-    def look() -> tuple[str, bool]:
-        deadline = time.monotonic() + SEEN_WITHIN_SECONDS
-        while not (seen := token.is_file()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return f"{socket.gethostname()} ({run.absolute()})", seen
-
-    ranks.agree(put if ranks.is_first else None)
-    places = ranks.agree(look)
+    places = ranks.who_sees(run)
     blind = sorted({place for place, seen in places if not seen})
-    if ranks.is_first:
-        token.unlink()
-        if blind and not any(run.iterdir()):
-            run.rmdir()
+    if ranks.is_first and blind and not any(run.iterdir()):
+        run.rmdir()
     if blind:
         message = f"The run folder of rank 0, {places[0][0]}, is not seen from {', '.join(blind)}."
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
@@ -355,11 +365,11 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | 
 
 def rank_main(arguments: list[str]) -> int:
     """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
-    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]  # loud, quiet or trace
+    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
-        _run_as_rank(run, resume_step, mode)
+        doctor.run_rank(run) if mode == "doctor" else _run_as_rank(run, resume_step, mode)
         return 0
     except KeyboardInterrupt:
         return 130

@@ -14,8 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import fullshard
-from fullshard.doctor import check_machine
 from fullshard.errors import ConfigError, UserError
+from fullshard.launch import check_machine
 from fullshard.recipe_init import write_new
 from fullshard.run_folder import free_run, write_json
 

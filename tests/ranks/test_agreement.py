@@ -60,7 +60,7 @@ def test_a_file_that_one_rank_cannot_read_is_raised_on_all():
 def look_from(ranks: Ranks, folders: list[str], wait_seconds: float) -> str:
     with (
         mock.patch("socket.gethostname", return_value=f"node{ranks.rank}"),
-        mock.patch.object(launch, "SEEN_WITHIN_SECONDS", wait_seconds),
+        mock.patch("fullshard.ranks.SEEN_WITHIN_SECONDS", wait_seconds),
     ):
         try:
             launch._require_shared(Path(folders[ranks.rank]), ranks)

@@ -83,8 +83,8 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Plan a recipe for ``ranks`` (default: what ``train`` would start) of this machine, or for ``devices``
     (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say;
-    ``price`` of a device-hour in ``currency``; ``tokens_per_second`` as measured. Raises PlanError with changes that fit or for a full disk, ConfigError
-    where rows are longer than the model's positions."""
+    ``price`` of a device-hour in ``currency``; ``tokens_per_second``: measured. Raises PlanError with changes that fit
+    or for a full disk, ConfigError where rows are longer than the model's positions."""
     num_ranks, facts = _start(config, ranks, devices, rows, mean_tokens, price, currency)
     choice = choose(config, num_ranks, facts)
     if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):

@@ -144,7 +144,7 @@ def run_seconds(
     measured: float | None = None,
 ) -> tuple[float, float, float, float, dict[str, Any]]:  # fmt: skip
     """Seconds of the run, low and high, and of a step; the numbers behind them, with the kernels' ``seconds``.
-    ``rates``, ``link`` (None: gloo) count if no card is known, only ``measured`` (seconds of a step) if that is given."""
+    ``rates``, ``link`` (None: gloo) count if no card is known; ``measured`` (seconds of a step) in place of all."""
     each = work.num_micro_batches / work.num_steps
     tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
     run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // DEVICES_OF_A_NODE))

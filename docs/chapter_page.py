@@ -63,7 +63,7 @@ EXCERPTS = {
     "show_total": ("memory", "ZeRO-3 on", None),
     "show_torch": ("fsdp_torch", "", None),
     "show_scratch": ("fsdp_from_scratch", "torch.bfloat16, DDP", None),
-    "show_doctor": ("doctor", "ok    torch build", "ok    interfaces"),
+    "show_doctor": ("doctor", "ok    cores", "ok    interfaces"),
     "show_ready": ("doctor", "ok    ranks", "ok    shared folder"),
     "show_recipe": ("init", "# Every key", "Written to"),
     "show_plan": ("plan", "Plan:", "Memory of"),

@@ -1,6 +1,5 @@
 """fullshard: fine-tune transformer language models with fully sharded data parallelism. The Python API is what the
-command line calls; names are imported on first use, so that ``import fullshard`` loads neither torch nor
-transformers."""
+command line calls; names are imported on first use, so that ``import fullshard`` does not load torch."""
 
 from importlib import import_module
 from typing import Any

@@ -77,22 +77,20 @@ def check_process(place: Path) -> list[Check]:
 
 
 def join_ranks(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
-    """Of all ranks' (node, checks) one check of each name: the worst, with its rank. Versions that differ are wrong,
-    slow devices are named."""
+    """Of all ranks' (node, checks) one a name: the worst, with its rank. Unlike versions fail, slow ranks are told."""
     several = len({node for node, _ in found}) > 1
     names = [f"rank {rank}" + f" on {node}" * several for rank, (node, _) in enumerate(found)]
     for same in zip(*(checks for _, checks in found), strict=True):
         worst = max(same, key=lambda check: ("ok", "warn", "fail").index(check.ok))
         usual, each = statistics.median_high(check.rate for check in same), dict(zip(names, same, strict=True))
         slow = [f"{who} ({one.rate / usual:.0%})" for who, one in each.items() if one.rate < FACTS["slow_rank"] * usual]
+        slower = f"{worst.finding}; slower than most: {', '.join(slow)}"
         if worst.name in FACTS["same"] and len({check.finding for check in same}) > 1:
             worst = judge(worst.name, "fail", "; ".join(f"{who} {one.finding}" for who, one in each.items()), "same")
         elif worst.ok != "ok":
             worst = replace(worst, finding=f"{names[same.index(worst)]}: {worst.finding}")
         elif slow:
-            worst = judge(
-                worst.name, "warn", f"{worst.finding}; slower than most: {', '.join(slow)}", "slow", worst.rate
-            )
+            worst = judge(worst.name, "warn", slower, "slow", worst.rate)
         yield worst
 
 
@@ -229,8 +227,7 @@ def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check
 
 
 def _test_collectives(ranks: Any) -> Iterator[Check]:
-    """Each collective, with its time at each size. The values are whole numbers, so that sums are exact. Shapes: R
-    ranks, P elements of a part."""
+    """Each collective, with its time at each size. Whole numbers, so that sums are exact. R ranks, P elements."""
     import torch
     import torch.distributed as dist
     from torch.utils.benchmark import Timer

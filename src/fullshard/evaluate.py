@@ -67,8 +67,7 @@ class EvalResult:
             covered = f"{result.supervised_tokens:,} supervised tokens in {result.rows} rows"
             lines.append(f"{name}: loss {result.loss:.4f} over {covered}")
             if result.exact_match is not None:
-                matches = f"{result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
-                lines[-1] += f"; exact match {matches}"
+                lines[-1] += f"; exact match {result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
         lines += [f"left out: {len(self.left_out)} rows, first {self.left_out[0]}"] if self.left_out else []
         return "\n".join(lines)
 

@@ -66,10 +66,7 @@ def trace_run(
     return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
 
 
-def probe_run(
-    recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None, price: float | None = None,
-    currency: str | None = None,
-) -> Any:  # fmt: skip
+def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None, **money: Any) -> Any:
     """The Plan of a recipe, its speed measured by PROBE_STEPS real steps. Raises what train_run raises."""
     from fullshard.planning.plan import format_bytes
     from fullshard.planning.search import make_plan
@@ -79,15 +76,14 @@ def probe_run(
         records = map(json.loads, (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines())
         steps = [record for record in records if record["kind"] == "train"]
     speed = statistics.median(record["tokens_per_second"] for record in steps[1:] or steps)
-    plan = make_plan(config, ranks, price=price, currency=currency, tokens_per_second=speed)
+    plan = make_plan(config, ranks, tokens_per_second=speed, **money)
     peak = format_bytes(steps[-1]["memory_bytes"])
     return replace(plan, notes=(f"speed: measured in {len(steps)} steps, which took {peak} a rank", *plan.notes))
 
 
 @contextmanager
 def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: int | None, mode: str) -> Iterator[Path]:
-    """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails (a message may
-    name files in it)."""
+    """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails."""
     if _started_by_launcher():
         raise ConfigError("This starts its own ranks.", "Without torchrun: fullshard ... --ranks N")
     _check_ranks(ranks)

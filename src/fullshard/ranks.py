@@ -71,8 +71,7 @@ class Ranks:
         dist.barrier(group=self.host)
 
     def agree(self, task: Callable[[], Any] | None = None) -> list[Any]:
-        """Run ``task``, wait for all; their results. A UserError or OSError is raised on all, TrainError where a rank
-        is lost."""
+        """Run ``task``, wait for all; their results. A UserError or OSError rises on all, TrainError if one is lost."""
         finished, mine = threading.Event(), [socket.gethostname()]
         with ThreadPoolExecutor(1) as pool:
             exchange = pool.submit(self._exchange, finished, mine)

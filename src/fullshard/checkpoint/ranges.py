@@ -26,8 +26,7 @@ def save_checkpoint(
     run: Path, step: int, sharded: ShardedModel, moments: Moments, ranks: Ranks,
     facts: dict[str, Any], proof: dict[str, torch.Tensor], keep_last: int,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``facts``:
-    the manifest's method, base_model, trainer."""
+    """Write the checkpoint of ``step``; its folder, published whole. ``facts``: of the manifest. Collective."""
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")
     written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")
@@ -85,8 +84,7 @@ def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[s
 
 
 class OwnCheckpoint:
-    """One checkpoint folder: ranges of its stored tensors (memory maps: only what is asked for is read), its trained
-    ``weights``, and the proof that lies beside them."""
+    """A checkpoint folder: ranges of its tensors (memory maps), its trained ``weights``, and the proof beside them."""
 
     def __init__(self, folder: Path) -> None:
         """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""

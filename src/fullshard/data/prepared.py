@@ -43,9 +43,8 @@ Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in a
 
 
 class PreparedData:
-    """One split, opened read only. ``lengths``, ``supervised`` (targets: supervised positions but a row's first; both
-    int64) and ``content`` (uint64: rows of one source row, and exact duplicates, have the same) are arrays over rows;
-    ``hash`` is a SHA-256 of the content."""
+    """One split, read only. Arrays over rows: ``lengths``, ``supervised`` (positions but a row's first; both int64) and
+    ``content`` (uint64: rows of one source row, and exact duplicates, have the same). ``hash``: SHA-256 of all."""
 
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)

@@ -26,10 +26,7 @@ def serve_model(
     if template_arguments is None:
         template_arguments = template_arguments_of(folder)
     with Blame(ConfigError, f"{host}:{port} cannot be served at", f"Take another port: --port {port + 1}"):
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as attempt:
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            attempt.bind(address)
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     defaults = json.dumps(template_arguments)
     if device.type != "cpu" and (vllm := shutil.which("vllm")):
         place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]

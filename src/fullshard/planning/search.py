@@ -130,8 +130,9 @@ def _start(
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
-    if card and (not card.bf16_flops or precision_of(choose_precision(config, facts.machine)).compute.itemsize > 2):
-        raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
+    kind = choose_precision(config, facts.machine).partition("_")[0]
+    if card and kind not in card.flops:
+        raise PlanError(f"--devices {devices}: no facts about its {kind}.", f"train.precision={next(iter(card.flops))}")
     _require_positions(config, facts)
     return num_ranks, replace(facts, price=price, currency=currency or "")
 
@@ -148,7 +149,7 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
     if card is None:
         return Facts(read_machine(), shape, adapters, volume)
-    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)  # the share of the peak that products reach in practice
+    rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
     machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
     return Facts(machine, shape, adapters, volume)
 
@@ -323,7 +324,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
         cost=(hours[0] * price, hours[1] * price) if price else None,
         disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
         explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
-        checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card else 0,
+        checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card and job.compute_bytes < 4 else 0,
         notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
     )  # fmt: skip
 

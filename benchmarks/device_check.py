@@ -96,13 +96,13 @@ def difference(losses: list[float], wanted: list[float]) -> float:
 
 
 def check_doctor(context: dict[str, Any]) -> dict[str, Any]:
-    """The doctor's own findings, without those that hold a path of this machine's owner."""
-    from fullshard.doctor import check_machine
+    """The doctor's own findings, without those that hold a path or an address of this machine's owner."""
+    from fullshard.launch import check_machine
 
     report = check_machine()
     checks = [{"name": check.name, "ok": check.ok, "finding": check.finding} for check in report.checks]
     for check in checks:
-        if re.search(r"(^|[\s(])/\w", check["finding"]):
+        if re.search(r"(^|[\s(])/\w|\d+\.\d+\.\d+\.\d+", check["finding"]):
             del check["finding"]
     return {"ok": report.healthy, "checks": checks}
 

@@ -49,7 +49,7 @@ CHINESE = {
     "pt": "加上 data.loss_on: all",
     "rlhf": "只有监督微调；偏好训练尚未支持",
     "infer": "或 fullshard generate MODEL PROMPT",
-    "deploy": "尚未提供服务；RUN/merged 是普通的 Hugging Face 目录，推理服务可直接加载",
+    "deploy": "OpenAI 协议：装有 vLLM 时用 vLLM，否则用 transformers 自带的服务",
     "webui": "在终端里；没有网页界面",
 }
 HEADS = {

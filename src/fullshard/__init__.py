@@ -1,6 +1,5 @@
 """fullshard: fine-tune transformer language models with fully sharded data parallelism. The Python API is what the
-command line calls; names are imported on first use, so that ``import fullshard`` loads neither torch nor
-transformers."""
+command line calls; names are imported on first use, so that ``import fullshard`` does not load torch."""
 
 from importlib import import_module
 from typing import Any
@@ -16,6 +15,7 @@ _PLACES = {
     "train_run": ("fullshard.launch", "train_run"),
     "resume_run": ("fullshard.launch", "resume_run"),
     "trace_run": ("fullshard.launch", "trace_run"),
+    "probe_run": ("fullshard.launch", "probe_run"),
     "merge_run": ("fullshard.merge.job", "merge_run"),
     "generate_text": ("fullshard.infer.generate", "generate_text"),
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),

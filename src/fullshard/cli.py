@@ -91,12 +91,17 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
     return run
 
 
-def _plan(recipe: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+def _plan(recipe: str, overrides: list[str] | None, json_output: bool, probe: bool, **options: Any) -> None:
     compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
+    config, assumed = fullshard.load_config(recipe, overrides or ()), ("devices", "rows", "mean_tokens")
     if compare and explain:
         raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
-    make = fullshard.compare_plans if compare else fullshard.make_plan
-    made = make(fullshard.load_config(recipe, overrides or ()), **options)
+    if probe and (compare or any([options.pop(key) for key in assumed])):
+        raise UserError("--probe runs real steps of this one recipe on this machine.", "Leave the other options out.")
+    if probe:
+        made = fullshard.probe_run(recipe, overrides or (), **options)
+    else:
+        made = (fullshard.compare_plans if compare else fullshard.make_plan)(config, **options)
     page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
     if explain and not json_output:
         return print(made.to_text(explain=True), *([f"Page: {page}"] if page else []), sep="\n")
@@ -152,13 +157,14 @@ def _trace(recipe: str, overrides: list[str] | None, json_output: bool, **option
     _print_json(result) if json_output else print("\n".join(result["report"]))
 
 
-def _doctor(json_output: bool) -> None:
-    from fullshard.doctor import check_machine
+def _doctor(recipe: str | None, overrides: list[str] | None, json_output: bool) -> None:
+    from fullshard.launch import check_machine, speaks
 
-    result = check_machine()
-    _print_result(result, json_output)
-    if not result.healthy:
-        raise typer.Exit(2)
+    result = check_machine(recipe, overrides or ())
+    if speaks():
+        _print_result(result, json_output)
+        if not result.healthy:
+            raise typer.Exit(2)
 
 
 def _generate(model: str, prompts: list[str], json_output: bool, **options: Any) -> None:

@@ -1,7 +1,5 @@
 """The recipe: every key, its limits and its default; recipe.yaml says what it means. Imports no torch."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -135,8 +133,7 @@ class TrainSection(Section):
     @classmethod
     def _yaml_switch(cls, value: object) -> object:
         """The older words; YAML reads a bare ``on`` or ``off`` as a truth value."""
-        words = {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}
-        return words.get(str(value), value)
+        return {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}.get(str(value), value)
 
 
 class RunConfig(Section):
@@ -151,7 +148,7 @@ class RunConfig(Section):
     output: str = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _whole(self) -> RunConfig:
+    def _whole(self) -> "RunConfig":
         if isinstance(self.data.eval, float) and not 0 < self.data.eval < 1:
             raise ValueError(f"data.eval as a share must lie between 0 and 1; it is {self.data.eval}")
         for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
@@ -214,8 +211,7 @@ YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, Attribut
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Read a YAML recipe, apply ``a.b=value`` overrides, and return the frozen config. Relative paths start where the
     command runs. Raises one ConfigError with every problem found."""
-    path = Path(path)
-    if not path.is_file():
+    if not (path := Path(path)).is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
@@ -252,8 +248,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     place = values
     for part in parts[:-1]:
         place[part] = {} if place.get(part) is None else place[part]
-        place = place[part]
-        if not isinstance(place, dict):
+        if not isinstance(place := place[part], dict):
             found = f"{part} is {reprlib.repr(place)} in the recipe, not a section."
             raise ConfigError(f"{override!r}: {found}", "Mend it there.")
     place[parts[-1]] = value
@@ -274,8 +269,7 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"unknown key {key}" + (f"; did you mean {nearest[0]}?" if nearest else "")
     if kind == "missing":
         return f"{key} is missing"
-    refused = TEXTS["refused"].get(key)
-    if refused and str(problem["input"]).lower() in refused["values"]:
+    if (refused := TEXTS["refused"].get(key)) and str(problem["input"]).lower() in refused["values"]:
         return f"{key}: {problem['input']} is refused: {refused['reason']}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]

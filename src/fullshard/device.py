@@ -91,10 +91,16 @@ def torch_build() -> str:
     return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
 
 
-def has_unused_accelerator() -> bool:
-    """Whether a driver (NVIDIA's or Ascend's) is on this machine while torch computes on the CPU."""
-    drivers = (Path("/proc/driver/nvidia/version"), Path("/dev/davinci_manager"))
-    return device_kind() == "cpu" and any(driver.exists() for driver in drivers)
+def why_unused() -> str:
+    """Torch's reason for computing on the CPU where a driver (NVIDIA's or Ascend's) is on this machine; else empty."""
+    has_nvidia = Path("/proc/driver/nvidia/version").exists()
+    if device_kind() != "cpu" or not (has_nvidia or Path("/dev/davinci_manager").exists()):
+        return ""
+    try:
+        torch.cuda.init() if has_nvidia else None
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old, a build without CUDA
+        return str(error).partition("\n")[0]
+    return "no card is visible" if has_nvidia else "torch_npu is not installed, or sees no card"
 
 
 def supports_bf16() -> bool:

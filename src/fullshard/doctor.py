@@ -1,52 +1,49 @@
-"""Is this machine able to do the job? Each check states what it found and, where something is wrong, the fix."""
+"""Is this machine able to do the job? Each line is a test: what it found and, where something is wrong, the fix.
+Devices and links are tested on the ranks that ``train`` would start; docs/doctor.md explains each line."""
 
 import platform
 import shutil
+import signal
 import socket
-import subprocess
+import statistics
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from packaging.version import Version
 
-from fullshard.errors import ConfigError
+from fullshard.config import DataFile, RunConfig
+from fullshard.errors import ConfigError, UserError
 from fullshard.planning.hardware import find_accelerator, read_host
+from fullshard.run_folder import read_json, write_json
 
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-MINIMUM_VERSIONS, NEEDED_GB = FACTS["minimum_versions"], FACTS["needed_gb"]
-RANKS_TIMEOUT_SECONDS = 30
-
-RANK_PROGRAM = """
-import sys, datetime, torch, torch.distributed as dist
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2,
-                        timeout=datetime.timedelta(seconds=20))
-value = torch.full((1000,), float(sys.argv[1]) + 1.0)
-dist.all_reduce(value)
-assert value.eq(3.0).all(), value[0]
-dist.destroy_process_group()
-"""
+LIMIT_SECONDS = 60  # for the ranks to meet, and for each collective
+FILE = "doctor.json"  # of ``run_rank``: the place to look at, then what was found
+Result = tuple[str, str] | tuple[str, str, str]  # level (empty: ok), finding, name of the fix where not the check's
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. ``ok``: ok | warn | fail; ``fix`` is empty where nothing is wrong."""
+    """One finding. ``ok``: ok | warn | fail; ``fix`` is empty where nothing is wrong; ``rate``: a product's FLOP/s."""
 
     name: str
     ok: str
     finding: str
     fix: str = ""
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """All checks of this machine."""
+    """All checks: of this machine, or of all nodes."""
 
     checks: tuple[Check, ...]
 
@@ -57,130 +54,258 @@ class MachineReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"healthy": self.healthy, "checks": [asdict(check) for check in self.checks]}
+        return {"healthy": self.healthy, **asdict(self)}
 
     def to_text(self) -> str:
         """One line a check, and its fix below where there is one."""
-        width = max(len(check.name) for check in self.checks)
-        lines = []
+        width, lines = max(len(check.name) for check in self.checks), []
         for check in self.checks:
             lines.append(f"{check.ok:<4}  {check.name:<{width}}  {check.finding}")
-            lines += [f"{'':<{width + 8}}-> {check.fix}"] if check.fix else []
+            lines += [f"{'':<{width + 8}}-> {line}" for line in check.fix.splitlines()]
         failed = sum(check.ok == "fail" for check in self.checks)
-        lines.append("This machine is ready." if not failed else f"{failed} of {len(self.checks)} checks failed.")
-        return "\n".join(lines)
+        end = f"{failed} of {len(self.checks)} checks failed." if failed else "This machine is ready."
+        return "\n".join([*lines, end])
 
 
-def check_machine() -> MachineReport:
-    """Run every check in order; about 10 s, nothing is installed or changed. What cannot run is a finding."""
+def check_process(place: Path) -> list[Check]:
+    """What one process can say: versions, this host, room at ``place``; last, where torch can be used, the cache."""
     checks = [Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")]  # an old one installs nothing
-    checks += [_check_package(name, least) for name, least in MINIMUM_VERSIONS.items()]
-    if checks[1].ok != "fail":  # torch is there
-        checks.append(_check_build())
-    usable = "fail" not in (checks[1].ok, checks[-1].ok)
-    checks += [_check_accelerators()] if usable else []
-    checks += _check_host()
-    checks += [_check_products(), _check_cache(), check_ranks()] if usable else []
-    return MachineReport(tuple(checks))
+    checks += [_make(name, _read_package, name, *borders) for name, borders in FACTS["versions"].items()]
+    checks += [*_check_host(place), _make("torch build", _read_build)]
+    usable = "fail" not in (check.ok for check in checks if check.name.startswith("torch"))
+    return [*checks, _make("cache", _write_cache)] if usable else checks
 
 
-def _judge(name: str, level: str, finding: str) -> Check:
-    return Check(name, level, finding, FACTS["fixes"][name]) if level else Check(name, "ok", finding)
+def join_ranks(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
+    """Of all ranks' (node, checks) one a name: the worst, with its rank. Unlike versions fail, slow ranks are told."""
+    several = len({node for node, _ in found}) > 1
+    names = [f"rank {rank}" + f" on {node}" * several for rank, (node, _) in enumerate(found)]
+    for same in zip(*(checks for _, checks in found), strict=True):
+        worst = max(same, key=lambda check: ("ok", "warn", "fail").index(check.ok))
+        usual, each = statistics.median_high(check.rate for check in same), dict(zip(names, same, strict=True))
+        slow = [f"{who} ({one.rate / usual:.0%})" for who, one in each.items() if one.rate < FACTS["slow_rank"] * usual]
+        slower = f"{worst.finding}; slower than most: {', '.join(slow)}"
+        if worst.name in FACTS["same"] and len({check.finding for check in same}) > 1:
+            worst = judge(worst.name, "fail", "; ".join(f"{who} {one.finding}" for who, one in each.items()), "same")
+        elif worst.ok != "ok":
+            worst = replace(worst, finding=f"{names[same.index(worst)]}: {worst.finding}")
+        elif slow:
+            worst = judge(worst.name, "warn", slower, "slow", worst.rate)
+        yield worst
 
 
-def _check_package(name: str, least: str) -> Check:
+def judge(name: str, level: str, finding: str, fix: str = "", rate: float = 0.0) -> Check:
+    """A check; ``level``: empty is ok. ``fix``: the name of what mends it, where it is not the check's."""
+    return Check(name, level or "ok", finding, FACTS["fixes"][fix or name] if level else "", rate)
+
+
+def _make(name: str, test: Callable[..., Result], *given: Any) -> Check:
+    """The check that a test's result makes; what the test refuses is a failure."""
+    try:
+        return judge(name, *test(*given))
+    except UserError as error:
+        return Check(name, "fail", error.message, error.hint or FACTS["fixes"][name])
+    except OSError as error:
+        return judge(name, "fail", f"{error.filename}: {error.strerror}")
+
+
+def _read_package(name: str, least: str, newest: str) -> Result:
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Check(name, "fail", "not installed", f'pip install "{name}>={least}"')
-    if Version(found) < Version(least):
-        return Check(name, "fail", f"{found}, older than {least}", f'pip install --upgrade "{name}>={least}"')
-    return Check(name, "ok", found)
+        return "fail", "not installed"
+    level = "fail" if Version(found) < Version(least) else "warn" * (Version(found) >= Version(newest))
+    return level, found + f": {least} or newer is needed, below {newest} is tried" * bool(level)
 
 
-def _check_build() -> Check:
-    name = "torch build"
+def _read_build() -> Result:
     try:
         import torch
 
-        from fullshard.device import has_unused_accelerator, torch_build
+        from fullshard.device import torch_build, why_unused
 
-        build, unused = torch_build(), has_unused_accelerator()
+        build, unused = torch_build(), why_unused()
     except (ImportError, OSError, RuntimeError, ConfigError) as error:  # torch loads torch_npu, which wants CANN
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        return Check(name, "fail", f"torch cannot be used: {reason}", "Ascend: see docs/ascend.md")
-    if unused:
-        fix = "Install torch for it, or make it visible: CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES."
-        return Check(name, "warn", f"{build}; this machine has an accelerator that torch does not use", fix)
+        return "fail", f"torch cannot be used: {str(error.__cause__ or error).strip().partition(chr(10))[0]}"
+    number = build.partition("torch_npu ")[2] or torch.__version__
+    if Version(number).release[:2] != Version(torch.__version__).release[:2]:
+        return "fail", f"{build} with torch {torch.__version__}: both need the same number"
     if not torch.distributed.is_available():
-        return Check(name, "fail", f"{build}, without torch.distributed", "Install torch's official wheel.")
-    return Check(name, "ok", build)
+        return "fail", f"{build}, without torch.distributed", "distributed"
+    return "warn" * bool(unused), build + f"; this machine's accelerator is not used: {unused}" * bool(unused), "unused"
 
 
-def _check_accelerators() -> Check:
-    from fullshard.device import device_kind, device_memory, device_name, num_devices
-
-    if device_kind() == "cpu":
-        return Check("accelerators", "ok", "none: training runs on the CPU")
-    name, (free, total) = device_name(), device_memory()
-    finding = f"{num_devices()} x {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free on the first"
-    finding += "" if find_accelerator(name) else " (not in our table; its rate is timed here)"
-    return _judge("accelerators", "warn" if free < total / 2 else "", finding)
-
-
-def _check_host() -> list[Check]:
-    host, folder = read_host(), Path.cwd()
-    free, available = shutil.disk_usage(folder).free / 1e9, host.available_bytes / 1e9
+def _check_host(place: Path) -> Iterator[Check]:
+    host, needed = read_host(), FACTS["needed_gb"]
+    free, available = shutil.disk_usage(place).free / 1e9, host.available_bytes / 1e9
     memory = f"{available:.1f} of {host.total_bytes / 1e9:.1f} GB free"
-    return [
-        _judge("cores", "warn" if host.cores < 2 else "", f"{host.cores} ({host.processor})"),
-        _judge("memory", "warn" if available < NEEDED_GB["memory"] else "", memory),
-        _judge("disk", "warn" if free < NEEDED_GB["disk"] else "", f"{free:.1f} GB free at {folder}"),
-    ]
+    yield judge("cores", "warn" * (host.cores < 2), f"{host.cores} ({host.processor})")
+    yield judge("memory", "warn" * (available < needed["memory"]), memory)
+    yield judge("disk", "warn" * (free < needed["disk"]), f"{free:.1f} GB free at {place}")
+    up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup}
+    finding = ", ".join(name + f" ({speed:,} Mbit/s)" * (speed > 0) for name, speed in up.items())
+    try:
+        yield Check("interfaces", "ok", f"{finding}; this host is {socket.gethostbyname(socket.gethostname())}")
+    except OSError:
+        yield judge("interfaces", "warn", f"{finding}; this host's name {socket.gethostname()} has no address")
 
 
-def _check_products() -> Check:
-    from fullshard.device import device_kind
-    from fullshard.planning.speed import measure_rates
-
-    kind = device_kind()
-    rates = measure_rates(kind, read_host().cores)
-    faster = "bf16" if rates.bf16 > 1.2 * rates.fp32 or (kind != "cpu" and rates.bf16) else "fp32"
-    figures = f"fp32 {rates.fp32 / 1e9:,.3g}, bf16 {rates.bf16 / 1e9:,.3g} GFLOP/s"
-    where = "a core" if kind == "cpu" else "a device"
-    return Check("timed products", "ok", f"{figures} {where}: precision auto means {faster}")
-
-
-def _check_cache() -> Check:
+def _write_cache() -> Result:
     from fullshard.device import cache_folder
 
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return _judge("cache", "fail", f"{folder} cannot be written: {error.strerror}")
-    return Check("cache", "ok", f"{folder} can be written")
+    (folder := cache_folder()).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    return "", f"{folder} can be written"
 
 
-def check_ranks(program: str = RANK_PROGRAM, timeout_seconds: float = RANKS_TIMEOUT_SECONDS) -> Check:
-    """Start two real processes that sum a tensor over gloo; both are ended, whatever happens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-    options |= {"text": True, "errors": "replace", "timeout": timeout_seconds}
-    commands = [[sys.executable, "-c", program, str(rank), str(port)] for rank in range(2)]
-    start, trouble = time.monotonic(), ""
+def run_rank(folder: Path) -> None:
+    """Be one rank that the launcher has started for this; rank 0 leaves what all have found in ``folder``."""
+    from fullshard.ranks import start_ranks, stop_ranks
+
+    signal.alarm(2 * LIMIT_SECONDS)  # ends this rank wherever it hangs
+    ranks = start_ranks(LIMIT_SECONDS)
+    mine = [asdict(check) for check in examine_rank(ranks, Path(read_json(folder / FILE)["place"]))]
+    found = ranks.gather_objects((socket.gethostname(), mine))
+    if ranks.is_first:
+        write_json(folder / FILE, {"found": found})
+    stop_ranks()
+
+
+def examine_rank(ranks: Any, place: Path) -> Iterator[Check]:
+    """What one of ``Ranks`` finds, all calling it: its device in each precision, the collectives, rank 0's file."""
+    from fullshard.device import collective_backend, device_memory, device_name
+
+    yield Check("ranks", "ok", f"{ranks.num_ranks} have met, over {collective_backend(ranks.device.type)}")
+    index, plain = ranks.device.index or 0, 0.0
+    card = device_name(index) if ranks.device.type != "cpu" else ""
+    free, total = device_memory(index) if card else (0, 0)
+    finding = f"{ranks.num_ranks} x {card}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    yield judge("accelerators", "warn" * (free < total / 2), finding if card else "none: training runs on the CPU")
+    for precision in FACTS["error_limits"]:
+        yield (check := _test_product(precision, ranks.device, card, plain))
+        plain = plain or check.rate
+    yield from _test_collectives(ranks)
+
+    def look() -> Result:
+        where, seen = ranks.who_sees(place)[ranks.rank]
+        return "fail" * (not seen), f"{where}: rank 0's file is {'seen' if seen else 'not seen'}"
+
+    yield _make("shared folder", look)
+
+
+def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check:
+    """Error against fp64 and rate of a product, next to ``plain``, that of fp32."""
+    import torch
+
+    from fullshard.device import num_cores, set_fast_fp32, supports_bf16
+    from fullshard.planning.speed import timed_product
+    from fullshard.train.precision import precision_of
+
+    mode, title, draw = precision_of(name), f"{name} products", torch.Generator().manual_seed(0)
     try:
-        with ThreadPoolExecutor(2) as pool:  # run() kills a process that takes too long
-            ranks = list(pool.map(lambda command: subprocess.run(command, check=False, **options), commands))
-        for rank in ranks:
-            if rank.returncode:
-                trouble = (rank.stdout.strip().splitlines() or [f"exit code {rank.returncode}"])[-1]
-    except subprocess.TimeoutExpired:
-        trouble = f"no answer within {timeout_seconds:.0f} s"
-    except OSError as error:
-        trouble = f"could not start a process: {error.strerror}"
-    finding = trouble or f"an all-reduce over two processes is right ({time.monotonic() - start:.1f} s with start)"
-    return _judge("two ranks (gloo)", "fail" if trouble else "", finding)
+        set_fast_fp32(mode.fast_fp32)
+    except ConfigError:  # no TF32
+        return Check(title, "ok", "not on this device")
+    if name == "bf16" and not supports_bf16():
+        return Check(title, "ok", "not on this device")
+    left, right = (torch.randn(size, generator=draw).to(mode.compute) for size in ((128, 1024), (1024, 128)))
+    exact = left.float().numpy().astype("float64") @ right.float().numpy().astype("float64")
+    product = (left.to(device) @ right.to(device)).cpu().float().numpy()
+    error = float((((product - exact) ** 2).sum() / (exact**2).sum()) ** 0.5)
+    rate = timed_product(mode.compute, device.type)
+    set_fast_fp32(False)
+    card, load, limit = find_accelerator(card_name), psutil.getloadavg()[0], FACTS["error_limits"][name]
+    speed = f"{rate / 1e12:.3g} TFLOP/s a device" if card_name else f"{rate / 1e9:.3g} GFLOP/s a core"
+    finding = f"error {error:.1g}, {speed}"
+    if peak := card.flops.get(name, 0.0) if card else 0.0:
+        finding += f", {rate / peak:.0%} of the rated {peak / 1e12:g} TFLOP/s"
+    finding += f", {plain / rate:.2g} x slower than fp32: emulated" * (rate < plain / 2)
+    finding += f" (busy: load {load:.1f} on {num_cores()} cores)" * (load > num_cores() / 2)
+    if not error <= limit:
+        return judge(title, "fail", f"{finding}; rounding explains at most {limit:g}", "wrong", rate)
+    return judge(title, "warn" * (rate < FACTS["slow_card"] * peak), finding, "slow", rate)
+
+
+def _test_collectives(ranks: Any) -> Iterator[Check]:
+    """Each collective, with its time at each size. Whole numbers, so that sums are exact. R ranks, P elements."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.benchmark import Timer
+
+    count, me, words = ranks.num_ranks, ranks.rank, FACTS["wrong"]
+    wrong, texts, numbers_R1 = dict.fromkeys(words, ""), {}, torch.arange(count, device=ranks.device).float()[:, None]
+    for label, (size, repeats) in FACTS["sizes"].items():
+        parts_RP = (torch.arange(-(-size // (4 * count)) * count, device=ranks.device) % 251).float().view(count, -1)
+        mine_RP, sum_RP = parts_RP + me, count * parts_RP + numbers_R1.sum()
+        calls = {
+            "sum": (lambda output, given: ranks.sum(output.copy_(given)), mine_RP, sum_RP),
+            "average": (lambda output, given: ranks.sum(output.copy_(given)).div_(count), mine_RP, sum_RP / count),
+            "all-to-all": (dist.all_to_all_single, mine_RP, parts_RP[me] + numbers_R1),
+        }
+        for name, (call, given, right) in calls.items():
+            values = {"call": call, "given": given.clone(), "output": torch.empty_like(right)}
+            call(values["output"], values["given"])
+            off = ~torch.isclose(values["output"], right)
+            bad = off.any(-1).nonzero().flatten().tolist() if "{" in words[name] else off.any().item()
+            wrong[name] = wrong[name] or (words[name].format(bad) if bad else "")
+            ranks.barrier()
+            seconds = Timer("call(output, given)", globals=values).timeit(repeats).mean
+            sent = parts_RP.nbytes * (count - 1) / count * (1 if name == "all-to-all" else 2)
+            told = f"{label} {seconds * 1e3:.3g} ms" + f" = {sent / seconds / 1e9:.2g} GB/s" * (sent > 0)
+            texts[name] = f"{texts.get(name, 'right')}, {told}"
+    yield from (judge(name, "fail" * bool(wrong[name]), wrong[name] or texts[name], "collectives") for name in texts)
+
+
+def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
+    """What the recipe needs: its model, readable data, a template that marks answers and their end, memory, disk."""
+    from fullshard.data import chat
+    from fullshard.data.files import open_records
+    from fullshard.data.sources import iterate_rows
+    from fullshard.model.fetch import with_model_folder
+    from fullshard.planning.plan import format_bytes
+    from fullshard.planning.search import make_plan, read_facts
+    from fullshard.planning.volume import ASSUMED_ROWS, assume_volume
+
+    data, train, rows = config.data, config.train, []
+
+    def read_rows() -> Result:
+        files = [*config.train_files, *([DataFile(path=data.eval)] if isinstance(data.eval, str) else [])]
+        for file in files:
+            for _, _, here in open_records(file.path, data.source):
+                part = DataFile(path=str(here)) if Path(here).is_file() else file
+                rows.extend(islice(iterate_rows(part, data), FACTS["first_rows"]))
+        return "", f"the first {len(rows)} rows of {', '.join(file.path for file in files)} can be read"
+
+    def render() -> Result:
+        is_here = Path(config.model.path).expanduser().exists()
+        folder = Path(with_model_folder(config, weights=is_here).model.path)  # a folder must be complete
+        tokenizer = chat.load_tokenizer(folder, config.model.add_tokens)
+        added = [number + 1 for number in chat.added_ids(tokenizer, config.model.add_tokens)]
+        chat.check_tokenizer(tokenizer, max(chat.num_embeddings(folder) or len(tokenizer), *added, 0))
+        renderer = chat.Renderer(tokenizer, data.loss_on, data.template_arguments)
+        made = [one for row in rows for one in renderer.row(row)]
+        learned, ends = sum(sum(one.supervised) for one in made), {one.ids[stop] for one in made for stop in one.stops}
+        if not learned:
+            return "fail" if rows else "warn", f"no token of {len(rows)} rows is learned"
+        finding = f"{learned / sum(len(one.ids) for one in made):.0%} of the tokens are learned; answers end with "
+        names = [f"{tokenizer.convert_ids_to_tokens(number)!r} (id {number})" for number in sorted(ends)]
+        return "warn" * (not ends), finding + (" or ".join(names) or "no token"), "stop"
+
+    def plan_memory() -> Result:
+        plan = make_plan(config, num_ranks, rows=None if rows else ASSUMED_ROWS)
+        free = read_host().available_bytes
+        finding = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank in {plan.precision}"
+        finding += f"; to merge {format_bytes(plan.moments['merge'])} of {format_bytes(free)} on the host"
+        return "warn" * (plan.moments["merge"] > free), finding
+
+    def plan_disk() -> Result:
+        facts, free = read_facts(config, volume=assume_volume(config, None, None)), shutil.disk_usage(place).free
+        whole, adapters = facts.shape.parameters, facts.adapters.parameters + facts.adapters.vocabulary
+        each = (4 + 8 * (train.optimizer == "adamw")) * (whole if config.method == "full" else adapters)
+        needed = [each * (train.keep_last + 1), 2 * whole]  # one more while it is written
+        finding = f"{train.keep_last} + 1 checkpoints of {format_bytes(each)}, merged {format_bytes(needed[1])}"
+        level = "fail" if needed[0] > free else "warn" * (sum(needed) > free)
+        return level, f"{finding}; {format_bytes(free)} free at {place}"
+
+    tests = {"data": read_rows, "template": render, "memory for it": plan_memory}
+    return [_make(name, test) for name, test in (tests | {"disk for it": plan_disk}).items()]

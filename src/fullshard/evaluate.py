@@ -1,7 +1,4 @@
-"""Judge a model on rows of data: training's loss per supervised token, and greedy answers compared with the expected
-ones."""
-
-from __future__ import annotations
+"""Judge a model on rows of data: training's loss per supervised token, and greedy answers next to the expected ones."""
 
 import gc
 from collections.abc import Callable
@@ -9,23 +6,23 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fullshard.config import DataSection
-from fullshard.data.chat import Renderer, choose_pad_id
+from fullshard.data.chat import Renderer
 from fullshard.data.files import open_records
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import DataError
-from fullshard.infer.generate import Answerer, decode, generate_ids, load_for_inference, prompt_tokens
+from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
 from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import read_json
 from fullshard.train.loss import LossModel, held_out_loss
 
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
-
 Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
 
 
@@ -52,7 +49,7 @@ class EvalResult:
     num_correct: int
     answers: tuple[Answer, ...]
     left_out: tuple[str, ...]  # "file:line: reason" of each row that the loss or the answers leave out
-    base: EvalResult | None = None
+    base: "EvalResult | None" = None
 
     @property
     def exact_match(self) -> float | None:
@@ -61,35 +58,18 @@ class EvalResult:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values, with ``exact_match``."""
-        value = asdict(self) | {"exact_match": self.exact_match}
-        value["base"] = self.base.to_json() if self.base else None
-        return value
+        return asdict(self) | {"exact_match": self.exact_match, "base": self.base and self.base.to_json()}
 
     def to_text(self) -> str:
         """The lines to print: the figures of the model, below those of the base where there is one."""
         lines = []
-        for name, result in (("base", self.base), ("model", self)):
-            if result is None:
-                continue
+        for name, result in (("base", self.base), ("model", self))[self.base is None :]:
             covered = f"{result.supervised_tokens:,} supervised tokens in {result.rows} rows"
             lines.append(f"{name}: loss {result.loss:.4f} over {covered}")
             if result.exact_match is not None:
-                matches = f"{result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
-                lines[-1] += f"; exact match {matches}"
+                lines[-1] += f"; exact match {result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
         lines += [f"left out: {len(self.left_out)} rows, first {self.left_out[0]}"] if self.left_out else []
         return "\n".join(lines)
-
-
-class RenderedRows(list[tuple[np.ndarray, np.ndarray]]):
-    """Rows (token ids int64, which of them are supervised bool) in memory, read like prepared data. ``lengths`` and
-    ``supervised`` are int64, one a row."""
-
-    row = list.__getitem__
-
-    def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        super().__init__(rows)
-        self.lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
-        self.supervised = np.array([int(supervised[1:].sum()) for _, supervised in rows], dtype=np.int64)
 
 
 def evaluate_run(
@@ -102,8 +82,7 @@ def evaluate_run(
     that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
     DataError where no row can be used, ModelError, ConfigError."""
     if settings is None:
-        loaded = isinstance(model, Answerer)
-        made = {} if loaded else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
+        made = {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
         settings = made.get("settings", {})
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}
@@ -114,8 +93,7 @@ def evaluate_run(
     section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
-    rows = list(islice(iterate_rows(str(data), section), limit))
-    if not rows:
+    if not (rows := list(islice(iterate_rows(str(data), section), limit))):
         raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
     say = progress or (lambda what, done, total: None)
     options = {"batch_size": batch_size, "progress": partial(say, "answers")}
@@ -124,12 +102,12 @@ def evaluate_run(
         answerer = load_for_inference(model, section.template_arguments)
         name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
         used, left_out = _render_rows(answerer, rows, section)
-        say("loss", 0, len(used))
-        pad_id, device = choose_pad_id(answerer.tokenizer), answerer.model.device
-        loss = held_out_loss(LossModel(answerer.model), used, (batch_size, "rows"), pad_id, device)
-        say("loss", len(used), len(used))
+        say("loss", 0, count := len(used.lengths))
+        measured = LossModel(answerer.model), used, (batch_size, "rows"), answerer.pad_id, answerer.model.device
+        loss = held_out_loss(*measured)
+        say("loss", count, count)
         answers, skipped = _answers(answerer, rows, max_new_tokens, options)
-        figures = (len(used), int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
+        figures = (count, int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
         return EvalResult(name, *figures, tuple(answers), tuple(left_out + skipped), compared)
 
     compared = None if base is None else measure(base)
@@ -137,9 +115,10 @@ def evaluate_run(
     return measure(model, compared)
 
 
-def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[RenderedRows, list[str]]:
+def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[SimpleNamespace, list[str]]:
+    """Rows in memory that are read like prepared data, and why others are left out."""
     limit = answerer.max_positions or NO_LIMIT
-    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.template_arguments)
+    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
     for row in rows:
         for part in renderer.row(row):
             if len(part.ids) > limit:
@@ -150,7 +129,8 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
                 used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
     if not used:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
-    return RenderedRows(used), left_out
+    lengths, supervised = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
+    return SimpleNamespace(row=used.__getitem__, lengths=np.array(lengths), supervised=np.array(supervised)), left_out
 
 
 def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any) -> tuple[list[Answer], list[str]]:
@@ -170,10 +150,10 @@ def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any
             fitting.append((row, wanted))
             prompts.append(ids)
     generated = generate_ids(answerer, prompts, most, **options)
-    answers = []
+    answers, decode = [], partial(answerer.tokenizer.decode, skip_special_tokens=True)
     for (row, wanted), ids in zip(fitting, generated, strict=True):
-        last, answer = row.messages[-1], decode(answerer, ids).strip()
-        expected = decode(answerer, wanted) if last.get("tool_calls") else last["content"]
+        last, answer = row.messages[-1], decode(ids).strip()
+        expected = decode(wanted) if last.get("tool_calls") else last["content"]
         is_correct = _conclusion(answer) == _conclusion(expected)
         answers.append(Answer(row.origin, row.messages[-2]["content"], expected.strip(), answer, is_correct))
     return answers, left_out

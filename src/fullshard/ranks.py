@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select
 from fullshard.errors import ConfigError, TrainError, UserError
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
+SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
 
 
@@ -69,8 +71,7 @@ class Ranks:
         dist.barrier(group=self.host)
 
     def agree(self, task: Callable[[], Any] | None = None) -> list[Any]:
-        """Run ``task``, wait for all; their results. A UserError or OSError is raised on all, TrainError where a rank
-        is lost."""
+        """Run ``task``, wait for all; their results. A UserError or OSError rises on all, TrainError if one is lost."""
         finished, mine = threading.Event(), [socket.gethostname()]
         with ThreadPoolExecutor(1) as pool:
             exchange = pool.submit(self._exchange, finished, mine)
@@ -101,6 +102,26 @@ class Ranks:
             pass
         return self.gather_objects(mine)
 
+    def who_sees(self, folder: Path) -> list[tuple[str, bool]]:
+        """Each rank's host with its path of ``folder``, and whether a new file of rank 0 in it is seen there."""
+        token = folder / f".{self.gather_objects(uuid.uuid4().hex)[0]}"
+
+        def put() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            token.touch()
+
+        def look() -> tuple[str, bool]:
+            deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+            while not (seen := token.is_file()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            return f"{socket.gethostname()} ({folder.absolute()})", seen
+
+        self.agree(put if self.is_first else None)
+        places = self.agree(look)
+        if self.is_first:
+            token.unlink()
+        return places
+
     def refuse(self, problem: UserError) -> None:
         """Raise what all ranks have found. One rank of each node tells it; none ends before all are here."""
         problem.told = self.local_rank > 0
@@ -109,17 +130,17 @@ class Ranks:
         raise problem
 
 
-def start_ranks() -> Ranks:
+def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
     """Join the process group that the launcher's environment variables describe. CPU threads: cores // local ranks."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
-    limit = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    limit = timedelta(seconds=limit_seconds)
     if not dist.is_initialized():
         store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        store = dist.PrefixStore(_name_attempt(store, rank, num_ranks), store)
+        store = dist.PrefixStore(_name_attempt(store, rank, num_ranks, limit_seconds), store)
         backend = collective_backend(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
@@ -127,7 +148,7 @@ def start_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh, host)
 
 
-def _name_attempt(store: dist.Store, rank: int, num_ranks: int) -> str:
+def _name_attempt(store: dist.Store, rank: int, num_ranks: int, limit_seconds: float) -> str:
     """A new name that all ranks of this attempt know: an elastic restart keeps the store (torch 2.13) with addresses of
     ranks that are gone, and restart counts may differ. Each rank asks with a word of its own; rank 0 answers all."""
     if rank:
@@ -136,7 +157,7 @@ def _name_attempt(store: dist.Store, rank: int, num_ranks: int) -> str:
         name = store.get(f"answer/{question}").decode()
         store.set(f"{name}/{rank}", "heard")
         return name
-    name, deadline = uuid.uuid4().hex, time.monotonic() + COLLECTIVE_TIMEOUT_SECONDS
+    name, deadline = uuid.uuid4().hex, time.monotonic() + limit_seconds
     while missing := [other for other in range(1, num_ranks) if not store.check([f"{name}/{other}"])]:
         for key in [f"question/{other}" for other in missing]:
             if store.check([key]):

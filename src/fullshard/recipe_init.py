@@ -11,7 +11,7 @@ import numpy as np
 from fullshard.config import DataSection, config_from_dict
 from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chat import Renderer, load_tokenizer
-from fullshard.data.sources import Row, Source, read_source
+from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.errors import Blame, ConfigError, PlanError
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import read_config
@@ -44,22 +44,21 @@ def write_new(path: Path, text: str, hint: str) -> Path:
 def propose_recipe(model: str | Path, data: str | Path, output: str | Path | None = None) -> tuple[str, Path]:
     """A commented recipe of at most 15 lines and its path (default recipe.yaml), which may not exist yet. Raises
     ConfigError where it does, ModelError for an incomplete model, DataError for data that cannot be used."""
-    path = Path(output or "recipe.yaml")
-    if path.exists():
+    if (path := Path(output or "recipe.yaml")).exists():
         raise ConfigError(f"The recipe {path} exists already.", "Name another: --output FILE")
     is_local = Path(model).expanduser().is_dir()
     folder = fetch_model(model, weights=is_local)
-    source = read_source(str(data), DataSection(train=str(data)))
+    rows = list(iterate_rows(str(data), DataSection(train=str(data)), account=(account := Account())))
     positions = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
-    lengths = measure_lengths(source.rows, Renderer(load_tokenizer(folder)), positions)
-    num_rows, output = len(source.rows), str(free_run(Path("runs"), Path(data).stem))
+    lengths = measure_lengths(rows, Renderer(load_tokenizer(folder)), positions)
+    num_rows, output = len(rows), str(free_run(Path("runs"), Path(data).stem))
     section = {"train": str(data), "eval": choose_eval(num_rows), "max_length": lengths["max_length"]}
     section |= {"too_long": "drop"} if lengths["over_limit"] else {}
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
-    place = {"path": str(folder if is_local else model)}
-    values = {"model": place, "data": section, "train": train, "output": output}
+    values = {"model": {"path": str(folder if is_local else model)}, "data": section, "train": train, "output": output}
     method, why, plan = choose_method(values)
-    return _write_out(values | {"method": method}, source, lengths, why, plan), path
+    facts = {"rows": num_rows, "shapes": ", ".join(account.shapes), "lengths": lengths, "why": why}
+    return _write_out(values | {"method": method}, facts, plan), path
 
 
 def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> dict[str, Any]:
@@ -112,18 +111,18 @@ def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
         return None
 
 
-def _write_out(values: dict[str, Any], source: Source, lengths: dict[str, Any], why: str, plan: Plan | None) -> str:
-    data, quote, num_rows = values["data"], partial(json.dumps, ensure_ascii=False), len(source.rows)
-    held_out = round((data["eval"] or 0) * num_rows)
-    facts = {"rows": num_rows, "shapes": ", ".join(source.shapes), "lengths": lengths, "why": why, **values["train"]}
+def _write_out(values: dict[str, Any], facts: dict[str, Any], plan: Plan | None) -> str:
+    data, quote = values["data"], partial(json.dumps, ensure_ascii=False)
+    held_out = round((data["eval"] or 0) * facts["rows"])
     facts |= {"method": values["method"], "rate": config_from_dict(values, "proposed recipe").learning_rate}
+    facts |= values["train"]
     facts |= {"train": quote(data["train"]), "eval": quote(data["eval"]), "output": quote(values["output"])}
     facts["model"] = quote(values["model"]["path"])
     facts["set_apart"] = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows for that"
     facts["steps"] = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
     facts["time"] = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
     template = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
-    shown = [line.partition("  # ") for line in template if lengths["over_limit"] or "too_long" not in line]
+    shown = [line.partition("  # ") for line in template if facts["lengths"]["over_limit"] or "too_long" not in line]
     lines = [(left.format(**facts), note.format(**facts)) for left, _, note in shown]
     width = min(44, max(len(left) for left, note in lines if note))
     return "\n".join(f"{left:<{width}}  # {note}" if note else left for left, note in lines) + "\n"

@@ -14,7 +14,6 @@ from typing import IO, Any
 from fullshard.errors import Blame, CheckpointError, ConfigError
 
 SCHEMA_VERSION = 1
-
 RECIPE = "recipe.yaml"
 CONFIG = "config.json"
 PLAN = "plan.json"
@@ -66,6 +65,14 @@ def publish_folder(unfinished: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def clear(folder: Path, kept: Path) -> None:
+    """Remove what is in a folder but ``kept``, with which the next start goes on; and the folder, where it is empty."""
+    for path in set(folder.iterdir()) - {kept}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def sync_path(path: Path) -> None:
     """fsync a folder, so that a rename inside it outlives a crash; or a file."""
     handle = os.open(path, os.O_RDONLY)
@@ -81,8 +88,7 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         return {}
     content = path.read_bytes()
     with Blame(ConfigError, f"{path} is damaged", "Put the whole file back."):
-        value = json.loads(content)
-        if not isinstance(value, dict):
+        if not isinstance(value := json.loads(content), dict):
             raise ValueError("no object")
     return value
 
@@ -100,12 +106,10 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     """The newest checkpoint of ``run``, or that of ``step``. Raises CheckpointError when there is none."""
-    found = dict(list_checkpoints(run))
-    if not found:
+    if not (found := dict(list_checkpoints(run))):
         hint = f"Train it anew: fullshard train {run / RECIPE} output=ANOTHER_FOLDER"
         raise CheckpointError(f"{run} has no finished checkpoint.", hint)
-    number = max(found) if step is None else step
-    if number not in found:
+    if (number := max(found) if step is None else step) not in found:
         steps = ", ".join(map(str, found))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these.")
     return number, found[number]

@@ -97,7 +97,7 @@ def test_the_doctors_findings_are_kept_without_paths(monkeypatch):
     from fullshard.doctor import Check, MachineReport
 
     checks = (Check("cores", "ok", "2 (AMD)"), Check("cache", "ok", "/home/li/.cache can be written"))
-    monkeypatch.setattr("fullshard.doctor.check_machine", lambda: MachineReport(checks))
+    monkeypatch.setattr("fullshard.launch.check_machine", lambda: MachineReport(checks))
     found = device_check.check_doctor({})
     assert found["ok"] and found["checks"][0]["finding"] == "2 (AMD)"
     assert found["checks"][1] == {"name": "cache", "ok": "ok"}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -47,8 +48,9 @@ def test_main_job_on_two_ranks(tiny_model, tmp_path, monkeypatch, capfd):
     )
     places = [out.rindex(stage) for stage in stages]
     assert places == sorted(places)
-    assert str(result.run) == "runs/quickstart" and (result.merged / "model.safetensors").is_file()
-    written = json.loads((result.run / "quickstart.json").read_text())
+    assert result["run"] == "runs/quickstart" and Path(result["merged"], "model.safetensors").is_file()
+    written = json.loads(Path("runs/quickstart/quickstart.json").read_text())
+    assert written == json.loads(json.dumps(result))
     english, chinese = written["held_out"]["English"], written["held_out"]["Chinese"]
     assert (len(english["answers"]), len(chinese["answers"])) == (44, 10)
     assert english["loss"] < english["base"]["loss"]

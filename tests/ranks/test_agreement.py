@@ -60,7 +60,7 @@ def test_a_file_that_one_rank_cannot_read_is_raised_on_all():
 def look_from(ranks: Ranks, folders: list[str], wait_seconds: float) -> str:
     with (
         mock.patch("socket.gethostname", return_value=f"node{ranks.rank}"),
-        mock.patch.object(launch, "SEEN_WITHIN_SECONDS", wait_seconds),
+        mock.patch("fullshard.ranks.SEEN_WITHIN_SECONDS", wait_seconds),
     ):
         try:
             launch._require_shared(Path(folders[ranks.rank]), ranks)
@@ -113,7 +113,9 @@ def test_a_new_attempt_does_not_meet_the_last_one_in_the_store():
     names = []
     for _ in range(2):
         with ThreadPoolExecutor(3) as threads:
-            found = [threads.submit(ranks_module._name_attempt, store, rank, 3) for rank in range(3)]
+            found = [
+                threads.submit(ranks_module._name_attempt, store, rank, 3, ENDED_WITHIN_SECONDS) for rank in range(3)
+            ]
             (name,) = {each.result() for each in found}
         names.append(name)
     assert names[0] != names[1]

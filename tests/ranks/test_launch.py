@@ -15,6 +15,8 @@ from rank_pool import free_port
 from safetensors.torch import load_file, save_file
 from tiny_models import make_job
 
+from fullshard.run_folder import claim_run
+
 ENDED_WITHIN_SECONDS = 30
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 FULLSHARD = [sys.executable, "-m", "fullshard"]
@@ -37,10 +39,11 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "train"]
 
 
-def ranks_alive() -> list[psutil.Process]:
+def ranks_alive(job: Path) -> list[psutil.Process]:
+    """Those of this folder: others may run on the same machine."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "fullshard.launch" in (process.info["cmdline"] or []):
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if "fullshard.launch" in (process.info["cmdline"] or []) and process.info["cwd"] == str(job):
             found.append(process)
     return found
 
@@ -57,7 +60,7 @@ def test_a_value_that_is_not_finite_is_named_and_ends_every_rank(job):
     again = call(job, "train", "recipe.yaml")
     assert again.returncode == 2 and "resume" not in again.stderr and "output=ANOTHER_FOLDER" in again.stderr
     assert "non-finite" in done.stderr and "Step 1" in done.stderr and "Traceback" not in done.stderr
-    assert not ranks_alive()
+    assert not ranks_alive(job)
 
 
 def test_a_killed_rank_ends_the_run(job):
@@ -68,7 +71,7 @@ def test_a_killed_rank_ends_the_run(job):
     for line in process.stdout:
         if line.startswith("step 1/"):
             break
-    children = [child for child in psutil.Process(process.pid).children(recursive=True) if child in ranks_alive()]
+    children = [child for child in psutil.Process(process.pid).children(recursive=True) if child in ranks_alive(job)]
     assert len(children) == 2
     children[1].send_signal(signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDED_WITHIN_SECONDS)
@@ -83,13 +86,15 @@ def test_ranks_end_with_a_launcher_that_is_killed(job):
         [*FULLSHARD, "train", "recipe.yaml", "train.epochs=4000"],
         cwd=job, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    while "trial step" not in (line := process.stdout.readline()):
-        assert line, "the run ended before its first step"
-    ranks = ranks_alive()
+    try:
+        assert process.stdout is not None
+        while "trial step" not in (line := process.stdout.readline()):
+            assert line, "the run ended before its first step"
+        ranks = ranks_alive(job)
+    finally:
+        process.kill()
+        process.communicate()
     assert len(ranks) == 2
-    process.kill()
-    process.communicate()
     _, alive = psutil.wait_procs(ranks, timeout=ENDED_WITHIN_SECONDS)
     assert not alive
 
@@ -130,3 +135,19 @@ def test_a_damaged_model_file_is_named(job):
     done = call(job, "train", "recipe.yaml")
     assert done.returncode == 2 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
     assert not (job / "run").exists()  # refused before anything is written
+
+
+def test_train_starts_again_where_a_start_was_killed(job):
+    """kill -9 while the data is prepared leaves launch.json and no plan: the next start clears that; a living one is
+    not disturbed."""
+    run = job / "run"
+    run.mkdir()
+    for name in ("recipe.yaml", "launch.json", "config.json"):
+        (run / name).write_text("{}")
+    with claim_run(run, "prepared"):
+        refused = call(job, "train", "recipe.yaml")
+    assert refused.returncode == 2 and f"is being prepared now, by process {os.getpid()}" in refused.stderr
+    assert (run / "config.json").read_text() == "{}"
+    done = call(job, "train", "recipe.yaml")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(run)) == 6

@@ -2,14 +2,11 @@
 
     step_000100/
       manifest.json            format, step, tensors, files (bytes and hash of each), trainer state
-      part_00000.safetensors   1-d tensors: ranges of flattened parameters and of optimizer moments
-      part_00001.safetensors
+      part_00000.safetensors   1-d tensors: ranges of flattened parameters and of optimizer moments; part_00001, ...
       proof.safetensors        "tokens" (1, T) int64 and "logits" (T, vocabulary) fp32 of the training state
-
 A stored tensor is a set of pieces, ranges [start, stop) of the flattened, row-major full tensor that do not overlap and
 cover it. Neither the number of ranks nor the engine appears. Only trained tensors are stored (the base is named by
-path), as ``weight`` (fp32 master), ``exp_avg`` and ``exp_avg_sq`` (AdamW moments, fp32).
-"""
+path), as ``weight`` (fp32 master), ``exp_avg`` and ``exp_avg_sq`` (AdamW moments, fp32)."""
 
 import hashlib
 import math
@@ -80,11 +77,9 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """A checkpoint's manifest; CheckpointError where files are missing, it is damaged, or of another format version."""
-    path = folder / MANIFEST
-    if not path.is_file():
+    if not (path := folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
-    values = read_json(path)
-    if values.get("format") != FORMAT:
+    if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")
     try:
         manifest = TypeAdapter(Manifest).validate_python(values)

@@ -26,8 +26,7 @@ def save_checkpoint(
     run: Path, step: int, sharded: ShardedModel, moments: Moments, ranks: Ranks,
     facts: dict[str, Any], proof: dict[str, torch.Tensor], keep_last: int,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``, a collective call; returns its folder, published whole. ``facts``:
-    the manifest's method, base_model, trainer."""
+    """Write the checkpoint of ``step``; its folder, published whole. ``facts``: of the manifest. Collective."""
     final = checkpoint_path(run, step)
     temporary = final.with_name(f".{final.name}.tmp")
     written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")
@@ -85,8 +84,7 @@ def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[s
 
 
 class OwnCheckpoint:
-    """One checkpoint folder: ranges of its stored tensors (memory maps: only what is asked for is read), its trained
-    ``weights``, and the proof that lies beside them."""
+    """A checkpoint folder: ranges of its tensors (memory maps), its trained ``weights``, and the proof beside them."""
 
     def __init__(self, folder: Path) -> None:
         """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
@@ -98,8 +96,7 @@ class OwnCheckpoint:
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
-        stored = self._stored.get((name, kind))
-        if stored is None:
+        if (stored := self._stored.get((name, kind))) is None:
             raise CheckpointError(f"Step {self.manifest.step} has no {kind} of {name}.", "fullshard verify RUN")
         parts = []
         for piece in stored.pieces:
@@ -125,8 +122,7 @@ class OwnCheckpoint:
 
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
-        place = self.folder / PROOF
-        if not place.is_file():
+        if not (place := self.folder / PROOF).is_file():
             raise CheckpointError(f"{place} is missing: a merge cannot be proven.", "Use another step.")
         file = self.open_file(PROOF)
         tokens, logits = file.get_tensor("tokens"), file.get_tensor("logits").float()

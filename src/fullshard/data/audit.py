@@ -1,30 +1,29 @@
 """What became of every row: counts, reasons, and the lines that say so."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fullshard.data.sources import Account
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fullshard.data.sources import SHOWN, Account
 from fullshard.errors import DataError
 
 NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
 LEAVE_OUT = "to leave such rows out"
-SHOWN = 3  # rows named in a message
 LARGEST = ("longest", "longest_written", "max_token_id")  # of these figures the largest counts, the others add up
 STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
 
 
 @dataclass
-class Audit:
-    """Row accounting of one split or a part of it. ``length_histogram``: training rows by tokens before cutting; the
-    key is the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
+class Audit(Account):
+    """An account of source rows from here on, of one split or a part of it: ``used`` where at least one training row is
+    kept, ``places`` also by a figure's name. ``length_histogram``: training rows by tokens before cutting; the key is
+    the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
 
     rows: int = 0  # source rows read, without copies by weight
-    copies: int = 0
-    used: int = 0  # source rows of which at least one training row is kept
     prepared: int = 0  # training rows written: copies, pieces of texts, rows per answer too
     partly: int = 0  # used rows that lost one of their training rows
     cut: int = 0  # training rows
@@ -40,17 +39,10 @@ class Audit:
     max_token_id: int = 0
     special_strings: int = 0  # source rows that write out a special token where it is no answer
     longest_origin: str = ""
-    dropped: Counter[str] = field(default_factory=Counter)  # reason -> source rows
     refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
     stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
     length_histogram: Counter[int] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)  # reason, or name of a figure -> its first origins
-    unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: as refuse_unsupervised
-
-    def note(self, what: str, origin: str) -> None:
-        """Remember a place, if it is among the first."""
-        if len(places := self.places.setdefault(what, [])) < SHOWN:
-            places.append(origin)
+    unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
 
     def count(self, figure: str, origin: str) -> None:
         """Count a row in one of the figures, and its place."""
@@ -64,7 +56,7 @@ class Audit:
         step = length // STEP_TOKENS * STEP_TOKENS if length < FINE_TOKENS else 1 << (length.bit_length() - 1)
         self.length_histogram[step] += 1
 
-    def add(self, later: Audit) -> None:
+    def add(self, later: "Audit") -> None:
         """Take in the account of the rows that follow."""
         if later.longest > self.longest:
             self.longest_origin = later.longest_origin
@@ -80,10 +72,10 @@ class Audit:
                 setattr(self, name, max(mine, value) if name in LARGEST else mine + value)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Audit:
+    def from_json(cls, values: dict[str, Any]) -> "Audit":
         """What ``vars`` of an audit was, written as JSON and read again."""
         numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
-        counters = {name: values[name] for name in ("dropped", "refused")} | numbers
+        counters = {name: values.get(name, {}) for name in ("dropped", "bad", "refused")} | numbers
         return cls(**values | {name: Counter(counts) for name, counts in counters.items()})
 
     def to_json(self, account: Account) -> dict[str, Any]:
@@ -99,58 +91,31 @@ class Audit:
             "stop_ids": [number for number, _ in self.stops.most_common()],
         }
 
-    def report(self, split: str, shape: str, max_length: int, tokenizer: Any) -> list[str]:
-        """The lines that a person reads."""
-        share = 100 * self.supervised_tokens / max(1, self.tokens)
-        names = ", ".join(tokenizer.convert_ids_to_tokens(number) for number, _ in self.stops.most_common())
-        lines = [
-            f"({shape}): {self.rows:,} rows: {self.used:,} used; {self.tokens:,} tokens,"
-            f" {self.supervised_tokens:,} supervised ({share:.0f}%), longest row {self.longest:,} of {max_length:,}",
-            f"supervised stop tokens: {sum(self.stops.values()):,}" + (f" ({names})" if names else ""),
-        ]
-        if not self.stops:
-            lines[-1] += "; the model does not learn where to stop, because the rows end in no special token"
-        total = self.tokens + self.tokens_dropped + self.tokens_cut
-        parts = f"{self.tokens:,} used + {self.tokens_dropped:,} dropped + {self.tokens_cut:,} cut"
-        figures = [(reason, f"of {self.rows:,} dropped: {reason}", count) for reason, count in self.dropped.items()] + [
-            ("partly", "used rows lost an answer: too long", self.partly),
-            ("cut", f"of {self.rows:,} cut at {max_length} tokens", self.cut),
-            ("", f"tokens in = {parts}", total if total > self.tokens else 0),
-            ("special_strings", "rows write out a special token, read as that token", self.special_strings),
-            ("split", f"texts longer than {max_length} tokens split into {self.split_rows:,}", self.split),
-        ]
-        for what, text, count in figures:
-            if count:
-                lines.append(f"{count:,} {text}" + (f" ({self._some(what, count)})" if what else ""))
-        if self.prepared > self.used + self.copies and not self.split:
-            became = f"{self.used:,} rows became {self.prepared:,}"
-            lines.append(f"{became}, one per answer, because the chat template rewrites earlier turns")
-        return [f"{split}{' ' if line.startswith('(') else ': '}{line}" for line in lines]
-
     def refuse(self, max_length: int) -> DataError | None:
         """The error for rows that may not be dropped; None where there are none."""
         if self.unsupervised:
-            return refuse_unsupervised(*self.unsupervised[0], max_length, self.refused[NO_SUPERVISED] - 1)
-        count = self.refused[TOO_LONG]
-        if not count:
+            (origin, length, before), more = self.unsupervised[0], self.refused[NO_SUPERVISED] - 1
+            others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
+            problem = f"none of {length} tokens is supervised: the row has no answer, or an empty one"
+            hint = "Repair the row"
+            if before is not None:  # tokens before the first supervised one
+                problem = f"{before} tokens come before the first supervised one, but data.max_length is {max_length}"
+                problem += ": nothing would be supervised"
+                hint = f"Set data.max_length={length} (the whole row)"
+            return DataError(f"{origin}: {problem}.{others}", f"{hint}, or set data.too_long=drop {LEAVE_OUT}.")
+        if not (count := self.refused[TOO_LONG]):
             return None
         rows = "1 row is" if count == 1 else f"{count:,} rows are"
-        some = f"{self._some('refused', count)}; the longest has {self.longest}"
+        more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
+        some = f"{', '.join(self.places['refused'])}{more}; the longest has {self.longest}"
         hint = f"Set data.max_length={self.longest}, or data.too_long=drop {LEAVE_OUT}, or data.too_long=cut."
         return DataError(f"{rows} longer than data.max_length ({max_length} tokens): {some}.", hint)
 
-    def _some(self, what: str, count: int) -> str:
-        more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
-        return ", ".join(self.places[what]) + more
 
-
-def refuse_unsupervised(origin: str, length: int, before: int | None, max_length: int, more: int) -> DataError:
-    """The error for a row without supervised tokens. ``before``: tokens before its first one, None if it has none.
-    ``more``: how many further rows have the same trouble."""
-    others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
-    if before is None:
-        problem = f"none of {length} tokens is supervised: the row has no answer, or an empty one"
-        return DataError(f"{origin}: {problem}.{others}", f"Repair the row, or set data.too_long=drop {LEAVE_OUT}.")
-    problem = f"{before} tokens come before the first supervised one, but data.max_length is {max_length}"
-    hint = f"Set data.max_length={length} (the whole row), or data.too_long=drop {LEAVE_OUT}."
-    return DataError(f"{origin}: {problem}: nothing would be supervised.{others}", hint)
+def report_lines(macro: str, *facts: Any) -> list[str]:
+    """The lines that a person reads, as a macro of report.txt has them."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["n"] = "{:,}".format
+    text = getattr(environment.get_template("report.txt").module, macro)(*facts)
+    return [line for line in text.split("\n") if line]

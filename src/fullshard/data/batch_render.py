@@ -3,14 +3,17 @@
 A chat template is rendered once for each sequence of roles, with place-holders for the contents. Added tokens (of which
 no content may hold one) cut the text into segments that a tokenizer takes one by one; those that hold a content are
 tokenised for each row, all other ids and marks are the first row's. Rows for which that could differ (see
-``_is_plain``) go the slow way (``Renderer``), against which the first rows of each sequence of roles and every 200th
+``_pattern_of``) go the slow way (``Renderer``), against which the first rows of each sequence of roles and every 200th
 are checked; at the first difference it is given up for these roles."""
 
 import re
+from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
+
+from jinja2 import Environment, nodes
 
 from fullshard.data.chat import Rendered, Renderer
 from fullshard.data.sources import Row
@@ -21,16 +24,9 @@ CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """What stands between two added tokens: ``before``, a content, ``after``. Its ids are ``head``, then the content's,
-    all with the mark ``supervised``, then ``tail``."""
-
-    before: str
-    after: str
-    head: list[int]
-    tail: list[int]
-    supervised: bool
+# What stands between two added tokens: the text ``before``, a content, ``after``. Its ids are ``head``, then the
+# content's, all with the mark ``supervised``, then ``tail``.
+_Segment = namedtuple("_Segment", "before after head tail supervised")
 
 
 @dataclass
@@ -62,7 +58,10 @@ class BatchRenderer:
         source = iter(rows)
         while batch := list(islice(source, BATCH_ROWS)):
             patterns = [self._pattern_of(row) for row in batch]
-            texts = [text for pair in zip(patterns, batch, strict=True) for text in _texts(*pair)]
+            texts = []  # what is to be tokenised
+            for pattern, row in zip(patterns, batch, strict=True):
+                pairs = zip(pattern.segments, row.messages, strict=True) if pattern else ()
+                texts += [segment.before + message["content"] + segment.after for segment, message in pairs]
             encodings = iter(self._encode(texts) if texts else ())
             for row, pattern in zip(batch, patterns, strict=True):
                 filled = _fill(pattern, list(islice(encodings, len(pattern.segments)))) if pattern else None
@@ -72,31 +71,26 @@ class BatchRenderer:
                     continue
                 found = [filled]
                 pattern.seen += 1
-                if pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0:
-                    slow = self._renderer.row(row)
-                    if slow != found:
-                        self._patterns[_roles(row)] = None
-                        pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
-                        found = slow
+                is_due = pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0
+                if is_due and (slow := self._renderer.row(row)) != found:
+                    self._patterns[_roles(row)] = None
+                    pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
+                    found = slow
                 yield row, found
 
     def _encode(self, texts: list[str]) -> list[Any]:
         return self._renderer.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _pattern_of(self, row: Row) -> _Pattern | None:
-        if row.messages is None or row.tools or not self._is_plain(row.messages):
+        if row.messages is None or row.tools:
             return None
-        roles = _roles(row)
-        if roles not in self._patterns:
-            self._patterns[roles] = self._learn(row)
-        return self._patterns[roles]
-
-    def _is_plain(self, messages: list[dict[str, Any]]) -> bool:
-        for message in messages:
+        for message in row.messages:
             text = message["content"]
             if len(message) != 2 or not text or text[0].isspace() or text[-1].isspace() or self._known.search(text):
-                return False
-        return True
+                return None
+        if (roles := _roles(row)) not in self._patterns:
+            self._patterns[roles] = self._learn(row)
+        return self._patterns[roles]
 
     def writes_special(self, row: Row) -> bool:
         """Whether a text, or a message that is not the assistant's, writes out a special token."""
@@ -142,27 +136,14 @@ class BatchRenderer:
                 return None
             head, tail = slow.ids[before + 1 : first], slow.ids[last + 1 : behind]
             pattern.segments.append(_Segment(text[low:start], text[end:high], head, tail, marks.pop()))
-            pattern.constants.append(_part(slow, done, first))
+            pattern.constants.append(slow.part(done, first))
             done = last + 1
-        pattern.constants.append(_part(slow, done, len(slow.ids)))
+        pattern.constants.append(slow.part(done, len(slow.ids)))
         return pattern
 
 
 def _roles(row: Row) -> tuple[str, ...]:
     return tuple(message["role"] for message in row.messages or ())
-
-
-def _part(whole: Rendered, start: int, end: int) -> Rendered:
-    stops = [stop - start for stop in whole.stops if start <= stop < end]
-    return Rendered(whole.ids[start:end], whole.supervised[start:end], stops)
-
-
-def _texts(pattern: _Pattern | None, row: Row) -> list[str]:
-    """What is to be tokenised of a row."""
-    if pattern is None or row.messages is None:
-        return []
-    pairs = zip(pattern.segments, row.messages, strict=True)
-    return [segment.before + message["content"] + segment.after for segment, message in pairs]
 
 
 def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:
@@ -188,8 +169,6 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 def _constants(template: str) -> set[str]:
     """Strings of two and more characters that the template's code could look for in a content."""
-    from jinja2 import Environment, nodes
-
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(template.replace("{% generation", "{% if true").replace("{% endgeneration", "{% endif"))
     found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}

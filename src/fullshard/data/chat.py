@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 import threading
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the squa
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
 QUESTION = {"role": "user", "content": "x"}
 READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # transformers passes it under all three
-
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NO_TEMPLATE_HINT = "Take an instruction-tuned model, or train on plain text: data.columns: {body: text} in the recipe."
 TEMPLATE_HINT = "Repair the chat_template ({% generation %} around answers), or change data.template_arguments."
@@ -43,24 +43,16 @@ class Rendered:
     supervised: list[bool]
     stops: list[int]
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """A text as token ids with the characters [start, end) that each token covers."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    def part(self, start: int, end: int) -> "Rendered":
+        """Its tokens [start, end) as a row of their own."""
+        stops = [stop - start for stop in self.stops if start <= stop < end]
+        return Rendered(self.ids[start:end], self.supervised[start:end], stops)
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The assistant turn ``messages[place]`` in ``encoded`` (the text up to and including it): tokens [start, end)."""
-
-    place: int
-    encoded: Encoded
-    start: int
-    end: int
-    stop: int | None  # position of the end-of-turn token, always end - 1
+Encoded = namedtuple("Encoded", "ids offsets")  # a text's token ids, and the characters [start, end) of each
+# The assistant turn messages[place] in ``encoded`` (the text up to and with it): tokens [start, end); ``stop``: its
+# end-of-turn token, always at end - 1, or None.
+Turn = namedtuple("Turn", "place encoded start end stop")
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
@@ -98,8 +90,7 @@ def added_ids(tokenizer: Any, add_tokens: Sequence[str]) -> tuple[int, ...]:
 def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
     """Raise DataError if pad, bos, eos or unk has an id that the model's embedding (``num_rows``) lacks."""
     for name in ("pad", "bos", "eos", "unk"):
-        number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None and number >= num_rows:
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
             rows = f"{num_rows} rows (ids 0 to {num_rows - 1})"
             message = f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {rows}."
@@ -206,8 +197,7 @@ class Renderer:
     def _require_read(self, names: Iterable[str], hint: str) -> None:
         """Raise DataError for what the template does not know: it would be dropped without a word."""
         words = {name: READ_AS.get(name, re.escape(name)) for name in names}
-        unread = [name for name, word in words.items() if not re.search(rf"\b({word})\b", self._template)]
-        if unread:
+        if unread := [name for name, word in words.items() if not re.search(rf"\b({word})\b", self._template)]:
             raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
 
     def _begin(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
@@ -220,8 +210,7 @@ class Renderer:
 
     def _takes(self, role: str) -> bool:
         """Whether the template writes a first message of this role; some refuse it, some leave it out. Said once."""
-        key = (self._template, role)
-        if key not in self._taken:
+        if (key := (self._template, role)) not in self._taken:
             with suppress(DataError):
                 self._taken[key] = PROBE in self._text([{"role": role, "content": PROBE}, QUESTION])
             if not self._taken.setdefault(key, False):
@@ -233,18 +222,16 @@ class Renderer:
         """A whole conversation as the template writes it."""
         return self._text(self._begin(messages, None))
 
-    def _text(self, messages: list[Message], generation_prompt: bool = False) -> str:
-        return self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt)
-
-    def _apply(self, messages: list[Message], **options: Any) -> Any:
+    def _text(self, messages: list[Message], generation_prompt: bool = False, tokenize: bool = False, **to: Any) -> Any:
         """What the template makes of a conversation. Raises DataError with the template's own complaint."""
         if not self._template:
             raise DataError("The model has no chat template, but the rows are conversations.", NO_TEMPLATE_HINT)
         roles = [message["role"] for message in messages]
         hint = "Put the system text into the first user message." if "system" in roles else "Change the rows."
         seen = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        to |= {"add_generation_prompt": generation_prompt, "tokenize": tokenize, "tools": self._tools}
         with Blame(DataError, f"The chat template refuses the roles {', '.join(roles)}", hint), _time_limit():
-            return self.tokenizer.apply_chat_template(seen, tools=self._tools, **self.arguments, **options)
+            return self.tokenizer.apply_chat_template(seen, **self.arguments, **to)
 
     def encode(self, text: str) -> Encoded:
         """Token ids of a rendered text. The template writes bos, or there is none: the tokenizer adds no token."""
@@ -330,7 +317,7 @@ class Renderer:
         the end-of-turn token where it stands just behind a marker."""
         ids, marked = encoded.ids, [True] * len(encoded.ids)
         if turns and self._has_markers():
-            found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            found = self._text(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             marked = [bool(value) for value in found["assistant_masks"]]
         supervised, stops = [False] * len(ids), []
         for turn in turns:

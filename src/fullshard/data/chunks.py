@@ -92,15 +92,11 @@ class ChunkRenderer:
     def _split(self, book: audit.Audit, whole: chat.Rendered, row: Row) -> list[chat.Rendered]:
         """A text over max_length in even pieces; between two, nothing predicts the later one's first token."""
         length = len(whole.ids)
-        count = -(-length // self._data.max_length)
-        if count > 1:
+        if (count := -(-length // self._data.max_length)) > 1:
             book.count("split", row.origin)
             book.split_rows += count
-        found = []
-        for start, end in pairwise(length * i // count for i in range(count + 1)):
-            stops = [stop - start for stop in whole.stops if start <= stop < end]
-            found.append(chat.Rendered(whole.ids[start:end], whole.supervised[start:end], stops))
-        return found or [whole]
+        borders = pairwise(length * i // count for i in range(count + 1))
+        return [whole.part(start, end) for start, end in borders] or [whole]
 
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
@@ -125,8 +121,7 @@ class ChunkRenderer:
         largest = max(ids)
         if self._num_embeddings is not None and largest >= self._num_embeddings:
             outside = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
-            hint = "Tokenizer and model do not belong together; check model.path."
-            raise DataError(f"{row.origin}: {outside}", hint)
+            raise DataError(f"{row.origin}: {outside}", "Tokenizer and model do not belong together; check model.path.")
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fullshard.errors import Blame, DataError, without_secrets
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -21,11 +23,8 @@ SPLIT_WORD = re.compile(r"(?:^|[-._ 0-9/])(train|test|validation|valid|val|dev|e
 NO_DATA = re.compile(r"(^|/)(\.|(dataset_infos?|configuration|config)\.json$|requirements\.txt$)")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
-ENDINGS = "Read are .jsonl, .json, .csv and .txt, each also with .gz or .zst, and .parquet."
-WAYS = """Other ways:
-     a mirror:    HF_ENDPOINT=https://hf-mirror.com fullshard ...
-     ModelScope:  pip install 'fullshard[modelscope]', then data.source=modelscope in the recipe
-     your files:  data.train=FILE or FOLDER (.jsonl, .json, .csv, .txt, .parquet)"""
+FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+WAYS, ENDINGS = FACTS["other_ways"], FACTS["endings"]
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
 
@@ -71,8 +70,7 @@ def _guarded(records: Iterator[Record], place: Path | str) -> Iterator[Record]:
 
 def _open(path: Path) -> io.TextIOWrapper:
     """A text whose lines end at a line feed only; a byte that is not UTF-8 comes as a lone surrogate."""
-    ending = path.suffix.lower()
-    if ending not in COMPRESSED:
+    if (ending := path.suffix.lower()) not in COMPRESSED:
         return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
     import pyarrow
 
@@ -82,14 +80,10 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a key that stands in it twice is refused, since all but the last value would be lost."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
+    if len(record := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {max(names, key=names.count)!r} stands twice in an object")
     return record
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _no_text(text: str) -> re.Match[str] | None:
@@ -210,6 +204,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         yield from _number(row for batch in file.iter_batches(BATCH_ROWS) for row in batch.to_pylist())
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 FORMATS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text, ".parquet": _read_parquet}
 
 

@@ -50,8 +50,7 @@ def jaccard(one: np.ndarray, other: np.ndarray, common: np.ndarray = NONE) -> fl
 
 
 def _grams(ids: np.ndarray, common: np.ndarray = NONE) -> np.ndarray:
-    """Hashes (uint64, unique) of a row's 5-grams; those in ``common`` are left out unless it has no others. Fewer than
-    5 tokens are one gram."""
+    """Hashes (uint64, unique) of a row's 5-grams (of fewer tokens: one); not those in ``common``, if it has others."""
     size = min(GRAM, len(ids))
     count, values = len(ids) - size + 1, ids.astype(np.uint64) + np.uint64(1)
     hashes = np.unique(scatter(sum(values[place : place + count] * WEIGHTS[place] for place in range(size))))

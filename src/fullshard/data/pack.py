@@ -2,11 +2,14 @@
 ranks and micro-batches (lay_out), with the same loss in every layout. No torch here."""
 
 import heapq
+from bisect import bisect_left
 
 import numpy as np
 
 from fullshard.config import TrainSection, parse_quantity
 from fullshard.errors import ConfigError
+
+EVEN_BELOW = 16  # sequences a rank: one more of them is then over 6 % of what the rank has to do
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -20,9 +23,8 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def windows(
     lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
 ) -> list[np.ndarray]:
-    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens of each row. ``quantity``:
-    (64, "rows"), or (65536, "tokens"): rows until the next one would exceed it, at least one. ``drop_last`` leaves a
-    smaller last one out."""
+    """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens a row. ``quantity``:
+    (64, "rows"), or (65536, "tokens"): rows until the next would exceed it, one at least. ``drop_last``: no smaller."""
     count, unit = quantity
     order = shuffle(len(lengths), seed, epoch)
     if unit == "rows":
@@ -45,8 +47,7 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
     steps: list[tuple[int, np.ndarray]] = []
     epoch = 0
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
-        of_epoch = windows(lengths, train.seed, epoch, quantity, train.drop_last)
-        if not of_epoch:
+        if not (of_epoch := windows(lengths, train.seed, epoch, quantity, train.drop_last)):
             size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
             hint = f'Set train.global_batch="{size} {quantity[1]}", or train.drop_last=false.'
             raise ConfigError(f"0 steps: {size} {quantity[1]} < {quantity[0]} (train.drop_last).", hint)
@@ -63,21 +64,30 @@ def lay_out(
     one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
     a sequence holds at most ``max_length`` tokens, else one row. ``micro``: (4, "rows"), at most 4 sequences, or (4096,
     "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar lengths lie together, similar
-    areas side by side on the ranks."""
+    areas side by side on the ranks: a step takes as long as its slowest rank."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))
-    count, unit = micro
-    if unit == "rows":  # as even as the number of cells allows
-        num_cells = -(-len(sequences) // count)
-        num_cells = -(-num_cells // num_ranks) * num_ranks
-        count = -(-len(sequences) // num_cells)
-    cells: list[list[list[int]]] = []
-    for sequence in sequences:
-        longest = sizes[cells[-1][0][0]] if cells and unit == "tokens" else 1
-        if not cells or (len(cells[-1]) + 1) * longest > count:
-            cells.append([])
-        cells[-1].append(sequence)
+    longest = sizes[sequences[0][0]] if sequences else 1
+    count, unit = (max(1, micro[0] // longest), "rows") if packing and micro[1] == "tokens" else micro
+
+    def cut(area: int) -> list[list[list[int]]]:
+        cells: list[list[list[int]]] = []
+        for sequence in sequences:
+            if not cells or (len(cells[-1]) + 1) * sizes[cells[-1][0][0]] > area:
+                cells.append([])
+            cells[-1].append(sequence)
+        return cells
+
+    def fill_ranks(num_cells: int) -> int:
+        return -(-num_cells // num_ranks) * num_ranks
+
+    if unit == "rows":
+        parts = np.array_split(np.arange(len(sequences)), fill_ranks(-(-len(sequences) // count)) or 1)
+        cells = [[sequences[place] for place in part] for part in parts if len(part)]
+    else:  # the smallest area that needs no more cells
+        allowed, least = fill_ranks(len(cut(count))), min(longest, count)
+        cells = cut(bisect_left(range(count), True, least, key=lambda area: len(cut(area)) <= allowed))
 
     def area_of(cell: list[list[int]]) -> int:
         return len(cell) * sizes[cell[0][0]]
@@ -93,30 +103,30 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Best-fit decreasing into sequences of at most ``max_length`` tokens; one sequence a rank if possible. Then the
-    same number of sequences is filled evenly, where that fits: equally long ones need no pads."""
+    """Sequences of at most ``max_length`` tokens, filled evenly (longest row into the emptiest): as few as possible, in
+    a multiple of the ranks where they are few; or best-fit decreasing, where even ones would be more."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
-    total = sum(int(lengths[row]) for row in rows)
-    if rows and total < num_ranks * max_length:  # a small window: spread it over the ranks
-        max_length = max(int(lengths[rows[0]]), -(-total // num_ranks))
-    sequences: list[list[int]] = []
+    tight: list[list[int]] = []
     room: list[int] = []
     for row in rows:
         length = int(lengths[row])
         fitting = (place for place, left in enumerate(room) if length <= left)
         place = min(fitting, key=room.__getitem__, default=len(room))
         if place == len(room):
-            sequences.append([])
+            tight.append([])
             room.append(max_length)
-        sequences[place].append(row)
+        tight[place].append(row)
         room[place] -= length
-    even: list[tuple[int, int, list[int]]] = [(0, place, []) for place in range(len(sequences))]  # a heap by tokens
-    for row in rows:
-        filled, place, sequence = even[0]
-        heapq.heapreplace(even, (filled + int(lengths[row]), place, [*sequence, row]))
-    fits = all(filled <= max_length for filled, *_ in even)
-    return [sequence for _, _, sequence in sorted(even, key=lambda item: item[1])] if fits else sequences
+    for least in range(-(-sum(int(lengths[row]) for row in rows) // max_length), len(tight) + 1):
+        count = min(-(-least // num_ranks) * num_ranks, len(rows)) if least < EVEN_BELOW * num_ranks else least
+        even: list[tuple[int, int, list[int]]] = [(0, place, []) for place in range(count)]  # a heap by tokens
+        for row in rows:
+            filled, place, sequence = even[0]
+            heapq.heapreplace(even, (filled + int(lengths[row]), place, [*sequence, row]))
+        if all(filled <= max_length for filled, *_ in even):
+            return [sequence for _, _, sequence in sorted(even, key=lambda item: item[1])]
+    return tight
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from fullshard.config import RunConfig
 from fullshard.data import audit, chat
@@ -30,36 +30,37 @@ from fullshard.data.workers import Workers
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError
 from fullshard.model.fetch import with_model_folder
-from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, publish_folder, read_json, write_json
+from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
-FORMAT = 2  # of the files; 1 was numpy's
+FORMAT = 3  # of the files; 1 was numpy's, 2 had shorter headers
 META, JOURNAL = "meta.json", "journal.json"
 TOKENS, SUPERVISED, ROWS = (f"{name}.safetensors" for name in ("tokens", "supervised", "rows"))
 RECORDS = "records.bin"  # RECORD after RECORD, until they become ROWS
-HEADER_BYTES = 128  # of a file that is written as a stream: its size is known only at the end
+HEADER_BYTES = 512  # of a file that is written as a stream: its size is known only at the end
+PIECE_ROWS = 1 << 16  # of the rows' table in memory at once
 JOURNAL_SECONDS = 5.0
 Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
 
 
 class PreparedData:
-    """One split, opened read only. ``lengths``, ``supervised`` (targets: supervised positions but a row's first; both
-    int64) and ``content`` (uint64: rows of one source row, and exact duplicates, have the same) are arrays over rows;
-    ``hash`` is a SHA-256 of the content."""
+    """One split, read only. Arrays over rows: ``lengths``, ``supervised`` (positions but a row's first; both int64) and
+    ``content`` (uint64: rows of one source row, and exact duplicates, have the same). ``hash``: SHA-256 of all."""
 
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)
         self.hash: str = self.meta["hash"]
         try:
             (self._tokens,), (self._supervised,) = _map(folder / TOKENS), _map(folder / SUPERVISED)
-            self.content, self._offsets, self._origins, targets = _map(folder / ROWS)
+            self.content, self._offsets, self._origins, self._targets = _map(folder / ROWS)
         except (SafetensorError, OSError, ValueError) as error:  # not four tensors
             hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
             raise DataError(f"{folder} is damaged, or of an older version: {error}.", hint) from None
-        self.lengths: np.ndarray = np.diff(self._offsets)
-        self.supervised: np.ndarray = targets.astype(np.int64)
+
+    lengths = cached_property(lambda self: np.diff(self._offsets))
+    supervised = cached_property(lambda self: self._targets.astype(np.int64))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.content)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and supervised mask (bool) of one row, both views into the memory map."""
@@ -78,10 +79,15 @@ class PreparedData:
         file, line = self._origins[number]
         return f"{self.meta['files'][file]}:{line}"
 
-    def source_rows(self) -> np.ndarray:
-        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it."""
-        changed = (self._origins[1:] != self._origins[:-1]).any(axis=1)
-        return np.flatnonzero(np.insert(changed, 0, True))
+    def source_rows(self, part: int = 0, parts: int = 1) -> np.ndarray:
+        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it. ``part``:
+        only those whose content's hash leaves it when divided by ``parts``."""
+        found = []
+        for start in range(0, len(self), PIECE_ROWS):
+            origins = self._origins[max(0, start - 1) : start + PIECE_ROWS]
+            new = np.insert((origins[1:] != origins[:-1]).any(axis=1), 0, [True] * (start == 0))
+            found.append(start + np.flatnonzero(new & (self.content[start : start + PIECE_ROWS] % parts == part)))
+        return np.concatenate(found)
 
 
 def _map(path: Path) -> list[np.ndarray]:
@@ -105,16 +111,14 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
     rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
     ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
-    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). Raises DataError for what cannot be trained
-    on."""
+    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
     folder = Path(folder)
     if not Path(config.model.path).expanduser().is_dir():
         config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
-    num_embeddings = chat.num_embeddings(Path(config.model.path))
-    if num_embeddings is not None:
+    if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
-        num_embeddings = max(num_embeddings, *(number + 1 for number in new_ids)) if new_ids else num_embeddings
+        num_embeddings = max([num_embeddings, *(number + 1 for number in new_ids)])
         chat.check_tokenizer(tokenizer, num_embeddings)
     key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
@@ -197,20 +201,37 @@ class _Split:
         """Fill in the headers, write ROWS, and ``result`` with ``hash`` as META; returns them."""
         tokens = self.book.tokens
         for name, kind, size in ((TOKENS, "I32", 4), (SUPERVISED, "BOOL", 1)):  # as the format's README has it
-            tensor = {"dtype": kind, "shape": [tokens], "data_offsets": [0, size * tokens]}
-            header = json.dumps({name.partition(".")[0]: tensor}).encode().ljust(HEADER_BYTES - 8)
             self.files[name].seek(0)
-            self.files[name].write(len(header).to_bytes(8, "little") + header)
+            self.files[name].write(_header({name.partition(".")[0]: (kind, [tokens], size * tokens)}))
         for file in self.files.values():
             file.close()
         records = np.memmap(self.folder / RECORDS, RECORD, "r")
-        columns = {name: np.ascontiguousarray(records[name]) for name in ("content", "targets")}
-        columns["origins"] = np.stack([records["file"], records["line"]], axis=1)
-        columns["offsets"] = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
-        save_file(columns, self.folder / ROWS)
+        count, end = len(records), 0
+        columns = {"content": ("U64", [count], 8 * count), "offsets": ("I64", [count + 1], 8 * count + 8)}
+        columns |= {"origins": ("I32", [count, 2], 8 * count), "targets": ("I32", [count], 4 * count)}
+        with open(self.folder / ROWS, "wb") as file:
+            file.write(_header(columns))
+            for name in columns:
+                file.write(bytes(8 * (name == "offsets")))
+                for piece in (records[start : start + PIECE_ROWS] for start in range(0, count, PIECE_ROWS)):
+                    if name == "offsets":
+                        values = end + np.cumsum(piece["length"], dtype=np.int64)
+                        end = values[-1]
+                    else:
+                        values = np.stack([piece["file"], piece["line"]], 1) if name == "origins" else piece[name]
+                    file.write(values.tobytes())
         result |= {"hash": self.digest}
         write_json(self.folder / META, result | {"schema": SCHEMA_VERSION, "files": list(self.names)})
         return result
+
+
+def _header(tensors: dict[str, tuple[str, list[int], int]]) -> bytes:
+    """Of a safetensors file, as the format's README has it. ``tensors``: dtype, shape and bytes, in their order."""
+    found, end = {}, 0
+    for name, (kind, shape, size) in tensors.items():
+        found[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end := end + size]}
+    text = json.dumps(found).encode().ljust(HEADER_BYTES - 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 class _Preparation:
@@ -222,8 +243,7 @@ class _Preparation:
         journal = read_json(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
         if journal.get("key") != key:
             journal = {"key": key, "splits": {}}
-            for path in (path for path in folder.iterdir() if path.name != LOCK):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            clear(folder, folder / LOCK)
         names = ("train",) if config.data.eval is None else ("train", "eval")
         self.splits = {name: _Split(folder / name, journal["splits"].get(name)) for name in names}
         self.journal = journal
@@ -266,63 +286,54 @@ class _Preparation:
             book, account = split.book, self.accounts[name]
             if refusal := book.refuse(data.max_length):
                 raise refusal
-            lines = book.report(name, ", ".join(account.shapes), data.max_length, self.tokenizer)
+            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(number) for number, _ in book.stops.most_common())
+            lines = audit.report_lines("kept", name, book, ", ".join(account.shapes), data.max_length, stops)
             if not book.used:
                 problem = f"No row is left in {name}. " + " ".join(lines[2:])
                 raise DataError(problem, "Raise data.max_length or repair the rows.")
             account.used, account.dropped = book.used, account.dropped + book.dropped
-            report += lines + account.report(name)
-            if account.unused:
-                report.append(f"{name}: columns not used: {', '.join(account.unused)}")
+            report += lines + audit.report_lines("left_out", name, account)
             found[name] = split.finish(book.to_json(account))
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
-        if repeats["rows"]:
-            report.append(f"train: {repeats['rows']:,} rows repeat an earlier one ({_pairs(repeats)})")
-        if overlap["rows"]:
-            number = f"{overlap['rows']:,} training rows also occur in eval"
-            report.append(f"{number}: its loss is too good by that much ({_pairs(overlap)})")
-        elif "eval" in splits:
-            report.append("no training row occurs in eval")
+        report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
+        digests = "".join(split.digest for split in self.splits.values())
         result = {
-            "schema": SCHEMA_VERSION,
-            "hash": hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest(),
+            "schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest(),
             **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
             "longest": max(book.longest_written for book in books),
             "max_token_id": max(book.max_token_id for book in books),
-            "pad_id": chat.choose_pad_id(self.tokenizer),
-            "template_hash": chat.template_hash(self.tokenizer),
-            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0,
-            "duplicates": overlap["rows"],
-        }
+            "pad_id": chat.choose_pad_id(self.tokenizer), "template_hash": chat.template_hash(self.tokenizer),
+            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0, "duplicates": overlap["rows"],
+        }  # fmt: skip
         return result | found | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 
 def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
     """How many source rows of ``train`` say what one of ``others`` (or an earlier one of train) says, and the first."""
-    rows, known = train.source_rows(), others.source_rows()
-    contents, first = np.unique(others.content[known], return_index=True)
-    content = train.content[rows]
-    place = np.searchsorted(contents, content).clip(max=len(contents) - 1)
-    same = contents[place] == content
-    if others is train:
-        same = first[place] != np.arange(len(rows))
-    repeats = np.flatnonzero(same)
-    pairs = [(rows[number], known[first[place[number]]]) for number in repeats[: audit.SHOWN]]
-    return {"rows": len(repeats), "places": [[train.origin(row), others.origin(other)] for row, other in pairs]}
-
-
-def _pairs(repeats: dict[str, Any]) -> str:
-    more = repeats["rows"] - len(repeats["places"])
-    return ", ".join(f"{one} = {other}" for one, other in repeats["places"]) + (f" and {more:,} more" if more else "")
+    count, pairs, parts = 0, [], min(64, 1 + len(train) // PIECE_ROWS)
+    for part in range(parts):
+        rows, known = train.source_rows(part, parts), others.source_rows(part, parts)
+        if not len(known):
+            continue
+        contents, first = np.unique(others.content[known], return_index=True)
+        content = train.content[rows]
+        place = np.searchsorted(contents, content).clip(max=len(contents) - 1)
+        same = contents[place] == content
+        if others is train:
+            same = first[place] != np.arange(len(rows))
+        repeats = np.flatnonzero(same)
+        count += len(repeats)
+        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.SHOWN]]
+    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.SHOWN]]
+    return {"rows": count, "places": places}
 
 
 def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
     """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
-    share = config.data.eval
-    if isinstance(share, str):
+    if isinstance(share := config.data.eval, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
     rows = iterate_rows(config.train_files, config.data, config.train.seed, accounts["train"])
     apart = ((row, False) for row in rows)
@@ -336,8 +347,7 @@ def write_held_out(config: RunConfig, path: Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for split, row in _read_rows(config, {"train": Account()}):
             if split == "eval":
-                keys = ("text", "messages", "tools")
-                said = {key: value for key in keys if (value := getattr(row, key)) is not None}
+                said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 

@@ -10,21 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fullshard.config import DataFile, DataSection
-from fullshard.data.files import BadRow, Record, decode_json, open_records
+from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
 from fullshard.errors import Blame, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
 BESIDE = {"tools": "tools", "system": "system"}
-SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
-SHAPES_HINT = """Name the columns, data.columns: {question: user, answer: assistant} or {body: text}. Known are
-messages, conversations, prompt+completion, prompt+response, question+answer, instruction(+input)+output, text."""
+SHAPES_HINT = FACTS["shapes_hint"]
 _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
 SHOWN = 3  # places kept of each reason
+Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
@@ -64,39 +61,10 @@ class Account:
     shapes: dict[str, None] = field(default_factory=dict)  # "messages", "question+answer", "text", ...; in order
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages as messages.KEY
 
-    def note(self, book: Counter[str], reason: str, origin: str) -> None:
-        """Count a record in ``dropped`` or ``bad``."""
-        book[reason] += 1
-        if book[reason] <= SHOWN:
-            self.places.setdefault(reason, []).append(origin)
-
-    def report(self, split: str) -> list[str]:
-        """The lines that a person reads; none where every record is used once."""
-        dropped, bad = self.dropped.total(), self.bad.total()
-        sums = f"{self.used:,} used + {dropped:,} dropped + {bad:,} bad + {self.blank:,} blank"
-        sums += f" + {self.held_out:,} held out" if self.held_out else ""
-        lines = [f"{split}: {self.read:,} records read = {sums}; {self.copies:,} copies by weight"]
-        for reason, places in self.places.items():
-            count = self.dropped[reason] + self.bad[reason]
-            lines.append(f"{split}: {count:,} left out: {reason} ({', '.join(places)})")
-        return lines if lines[1:] or self.copies else []
-
-
-Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
-
-
-@dataclass
-class Source(Account):
-    """All rows of one or more files with their account."""
-
-    rows: list[Row] = field(default_factory=list)
-
-
-def read_source(paths: Paths, data: DataSection, seed: int = 0) -> Source:
-    """All that ``iterate_rows`` gives, at once."""
-    source = Source()
-    source.rows = list(iterate_rows(paths, data, seed, source))
-    return source
+    def note(self, what: str, origin: str) -> None:
+        """Remember a place, if it is among the first."""
+        if len(places := self.places.setdefault(what, [])) < SHOWN:
+            places.append(origin)
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
@@ -129,45 +97,45 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
     """Each row and whether it is held out: ``share`` of them, exact to one row, at least one, drawn from each 100.
     Copies by weight go where their row goes, and out where that is held out. Raises DataError where none is left."""
-    seen, drawn = 0, 0
+    seen = kept = 0
 
-    def block_of(row: Row) -> int:
+    def number_of(row: Row) -> int:
         nonlocal seen
         seen += not row.copy
-        return (seen - 1) // WEIGHED_ROWS
+        return seen
 
-    for number, members in itertools.groupby(rows, block_of):
-        block = list(members)
-        places = [place for place, row in enumerate(block) if not row.copy]
-        wanted = max(1, int((number * WEIGHED_ROWS + len(places)) * share + 0.5))
-        chosen = set(chance.sample(places, wanted - drawn))
-        drawn, held = wanted, False
-        for place, row in enumerate(block):
-            held = held if row.copy else place in chosen
-            account.held_out += held and not row.copy
-            account.copies -= held and row.copy > 0
-            if not (held and row.copy):
-                yield row, held
-    if drawn == seen:
+    groups = (list(group) for _, group in itertools.groupby(rows, number_of))  # a row and its copies
+    for group, held in _draw(groups, share, chance, least=1):
+        kept += not held
+        account.held_out += held
+        account.copies -= held * (len(group) - 1)
+        yield from ((row, held) for row in (group[:1] if held else group))
+    if not kept:
         count = "1 row" if seen == 1 else f"{seen} rows"
         raise DataError(f"data.eval={share} of {count} leaves nothing to train on.", "Add rows, or set data.eval=null.")
+
+
+def _draw(items: Iterator[Any], share: float, chance: random.Random, least: int = 0) -> Iterator[tuple[Any, bool]]:
+    """Each item and whether it is drawn: ``share`` of them, exact to one, ``least`` at least, from each 100."""
+    seen = drawn = 0
+    while block := list(itertools.islice(items, WEIGHED_ROWS)):
+        seen += len(block)
+        chosen = set(chance.sample(range(len(block)), max(least, int(seen * share + 0.5)) - drawn))
+        drawn += len(chosen)
+        yield from ((item, place in chosen) for place, item in enumerate(block))
 
 
 def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: Account) -> Iterator[Row]:
     """Each row floor(weight) times, and once more for a drawn share of the rows, exact to one row."""
     whole, share = divmod(weight, 1)
-    seen = drawn = 0
-    while block := list(itertools.islice(rows, WEIGHED_ROWS)):
-        seen += len(block)
-        chosen = set(chance.sample(range(len(block)), int(seen * share + 0.5) - drawn))
-        drawn += len(chosen)
-        for place, row in enumerate(block):
-            times = int(whole) + (place in chosen)
-            account.used += times > 0
-            account.copies += max(0, times - 1)
-            if not times:
-                account.note(account.dropped, "weight of the file", row.origin)
-            yield from (replace(row, copy=copy) if copy else row for copy in range(times))
+    for row, is_drawn in _draw(rows, share, chance):
+        times = int(whole) + is_drawn
+        account.used += times > 0
+        account.copies += max(0, times - 1)
+        if not times:
+            account.dropped["weight of the file"] += 1
+            account.note("weight of the file", row.origin)
+        yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
@@ -188,7 +156,8 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         except BadRow as error:
             if data.on_bad == "stop":
                 raise DataError(error.message, error.hint) from None
-            account.note(account.bad, error.reason, origin)
+            account.bad[error.reason] += 1
+            account.note(error.reason, origin)
             first = first or error
             continue
         good += 1
@@ -209,7 +178,7 @@ def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layou
             raise DataError(f"data.columns gives {shape}, but what is needed is {needed}.", SHAPES_HINT)
         required = frozenset(name for name, part in columns.items() if part not in BESIDE)
         return shape, columns if "text" in parts else {"tools": "tools"} | columns, required
-    for shape, columns, more in (known.values() for known in SHAPES):
+    for shape, columns, more in (known.values() for known in FACTS["shapes"]):
         if data.shape in ("auto", shape) and columns.keys() <= record.keys():
             return "+".join(columns) if len(columns) > 1 else shape, columns | more, frozenset(columns)
     wanted = "are no known shape" if data.shape == "auto" else f"are not those of data.shape={data.shape}"

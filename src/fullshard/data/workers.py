@@ -3,12 +3,11 @@ tokenizer (without torch) and forks into the others; when its socket to this pro
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from fullshard.data.chunks import ChunkRenderer
@@ -74,15 +73,14 @@ class Workers:
     def _start(self) -> None:
         from fullshard.device import one_core_environment
 
-        pairs = [socket.socketpair() for _ in range(self._count)]
+        pairs = [Pipe() for _ in range(self._count)]
         theirs = [there.fileno() for _, there in pairs]
         command = [sys.executable, "-m", "fullshard.data.workers", *map(str, theirs)]
-        self._process = subprocess.Popen(  # in a session of its own: Ctrl-C is for this process, which ends the others
-            command, stdin=subprocess.DEVNULL, env=one_core_environment(), pass_fds=theirs, start_new_session=True
-        )
+        apart = {"env": one_core_environment(), "start_new_session": True}  # Ctrl-C is for us, who then end them
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs, **apart)
         for here, there in pairs:
             there.close()
-            self._busy[Connection(here.detach())] = None
+            self._busy[here] = None
 
 
 def _be_worker(connections: list[Connection]) -> None:

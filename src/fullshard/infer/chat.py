@@ -1,6 +1,7 @@
 """A conversation in the terminal: answers appear word by word; works with a keyboard and with piped lines."""
 
 import sys
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,8 +51,7 @@ def start_chat(
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         while (line := _read_line(reader, writer)) is not None:
-            text = line.strip()
-            if text in ("/exit", "/quit"):
+            if (text := line.strip()) in ("/exit", "/quit"):
                 break
             if text == "/reset":
                 messages.clear()
@@ -72,19 +72,17 @@ def start_chat(
 
 
 def _read_line(reader: TextIO, writer: TextIO) -> str | None:
-    if reader is sys.stdin and reader.isatty():
-        try:
-            return input("> ")  # line editing through readline
-        except (EOFError, KeyboardInterrupt):
-            writer.write("\n")
-            return None
-    return reader.readline() or None
+    if reader is not sys.stdin or not reader.isatty():
+        return reader.readline() or None
+    with suppress(EOFError, KeyboardInterrupt):
+        return input("> ")  # line editing through readline
+    writer.write("\n")
+    return None
 
 
 def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
     """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
-    prompt = messages if answerer.has_template else messages[-1]["content"]
-    ids = generate.prompt_tokens(answerer, prompt, system)
+    ids = generate.prompt_tokens(answerer, messages if answerer.has_template else messages[-1]["content"], system)
     settings = copy(settings)
     if answerer.max_positions is not None:
         settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))

@@ -2,20 +2,20 @@
 padded on the left and pads masked by place, so that pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
-from fullshard.data.chat import Message, Renderer, choose_pad_id
+from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
 from fullshard.device import select_device
-from fullshard.errors import ConfigError
+from fullshard.errors import Blame, ConfigError, ModelError
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import MERGE_FACTS, load_plain, stop_ids, union_of_ids
+from fullshard.model.load import MERGE_FACTS, attention_for, read_config, stop_ids, union_of_ids
 from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
@@ -29,41 +29,47 @@ class Answerer:
     tokenizer: Any
     stop_ids: tuple[int, ...]  # ids that end an answer
     max_positions: int | None  # most tokens of prompt and answer together; None where the model has no limit
-    template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
+    pad_id: int  # one that the model's table has; which one does not matter, since pads are masked by place
+    renderer: Renderer  # makes the ids of prompts, as training does
 
     @property
     def has_template(self) -> bool:
         """Whether prompts go through a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    @cached_property
-    def pad_id(self) -> int:
-        """An id that the model's table has; which one does not matter, since pads are masked by place."""
-        pad_id = choose_pad_id(self.tokenizer)
-        return pad_id if pad_id < self.model.get_input_embeddings().weight.shape[0] else 0
-
-    @cached_property
-    def renderer(self) -> Renderer:
-        """Makes the ids of prompts, as training does."""
-        return Renderer(self.tokenizer, "all", self.template_arguments)
-
 
 def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
     """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError. ``template_arguments``:
     variables of the chat template; default: those of the run that the folder was merged from."""
     if isinstance(model, Answerer):
-        return model if template_arguments is None else replace(model, template_arguments=template_arguments)
+        other = template_arguments is not None
+        return replace(model, renderer=Renderer(model.tokenizer, "all", template_arguments)) if other else model
     folder = fetch_model(model)
     device = select_device(0)
-    loaded, tokenizer = load_plain(folder, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
+    settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
+    settings["dtype"] = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
+        message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
+        raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
+    tokenizer = load_tokenizer(folder)
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
     loaded.generation_config = GenerationConfig()
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
     if template_arguments is None:
-        made = read_json(folder / MERGE_FACTS, optional=True)
-        template_arguments = made.get("settings", {}).get("template_arguments") or {}
-    return Answerer(loaded.to(device), tokenizer, ids, limit, template_arguments)
+        template_arguments = template_arguments_of(folder)
+    pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", template_arguments)
+    pad_id = pad_id if pad_id < loaded.get_input_embeddings().weight.shape[0] else 0
+    return Answerer(loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
+
+
+def template_arguments_of(folder: Path) -> dict[str, Any]:
+    """Variables of the chat template, as the run set them that ``folder`` was merged from."""
+    made = read_json(folder / MERGE_FACTS, optional=True)
+    return made.get("settings", {}).get("template_arguments") or {}
 
 
 def generate_text(
@@ -75,12 +81,8 @@ def generate_text(
     settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
-    return [decode(answerer, ids) for ids in generate_ids(answerer, prompt_ids, max_new_tokens, **options)]
-
-
-def decode(answerer: Answerer, ids: Sequence[int]) -> str:
-    """The text of an answer, without special tokens."""
-    return answerer.tokenizer.decode(list(ids), skip_special_tokens=True)
+    answers = generate_ids(answerer, prompt_ids, max_new_tokens, **options)
+    return [answerer.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
 
 
 def prompt_tokens(
@@ -102,9 +104,8 @@ def generate_ids(
     answerer: Answerer, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0,
     seed: int = 0, batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature`` 0 is
-    greedy; above, tokens are sampled from the ``top_p`` share of the probability, repeatably by ``seed``. ``progress``:
-    called with (done, in all)."""
+    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature``: 0 is
+    greedy; else the ``top_p`` share of probability is sampled, repeatably by ``seed``. ``progress``: (done, all)."""
     settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")

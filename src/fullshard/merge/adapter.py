@@ -22,8 +22,7 @@ class ModelNames:
     """Names and adapters of a model's parameters, and its weights in the base's files."""
 
     def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
-        """Build ``base``; ``adapter``: a LoRA checkpoint's settings; ``new_ids``: tokens that the run added.
-        ModelError."""
+        """Build ``base``, or ModelError; ``adapter``: a LoRA checkpoint's settings; ``new_ids``: of added tokens."""
         model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
@@ -65,8 +64,7 @@ class Adapter:
 def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Adapter]:
     """Adapters by the parameter they change. MergeError where one does not fit, there is none, or none moved."""
     rank = checkpoint.manifest.trainer["adapter"]["rank"]
-    found = [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]
-    if not found:
+    if not (found := [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]):
         raise MergeError(f"{checkpoint.folder} holds no adapter tensors.", "Use another step, or train again.")
     for name in found:
         shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
@@ -74,8 +72,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Ada
             raise MergeError(f"{name} does not fit the base model: it has no such adapter.", ASK_BASE)
         if shape != expected:
             raise MergeError(f"{name} has shape {shape}; rank {rank} on this base needs {expected}.", ASK_BASE)
-    absent = [name for name in names.adapter_shapes if name not in checkpoint.weights]
-    if absent:
+    if absent := [name for name in names.adapter_shapes if name not in checkpoint.weights]:
         module = absent[0].partition(".lora_")[0]
         present = next((name for name in found if name.partition(".lora_")[0] == module), None)
         problem = f"{present} has no partner {absent[0]}" if present else f"{absent[0]} is missing"

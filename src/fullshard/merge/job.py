@@ -105,10 +105,8 @@ def merge_run(
         write_json(unfinished / MERGE_FACTS, record)
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
     if adapters:
-        moved = f"{record['adapters_moved']} of {len(adapters)} have moved (B A is not zero)"
-        notes.insert(0, f"adapters: {moved}")
-    lines = (*notes, stored.line, published)
-    return MergeResult(output, step, stored.line, lines, stored, time.monotonic() - started)
+        notes.insert(0, f"adapters: {record['adapters_moved']} of {len(adapters)} have moved (B A is not zero)")
+    return MergeResult(output, step, stored.line, (*notes, stored.line, published), stored, time.monotonic() - started)
 
 
 def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str, Adapter] | None) -> dict[str, Any]:
@@ -129,18 +127,15 @@ def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str
 @contextmanager
 def _published(output: Path, num_bytes: int) -> Iterator[Path]:
     """A temporary folder beside ``output``: takes its place when the block ends well, vanishes when it does not."""
-    room = {"prefix": f".{output.name}.", "dir": output.parent, "ignore_cleanup_errors": True}
+    place = {"prefix": f".{output.name}.", "dir": output.parent, "ignore_cleanup_errors": True}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(**room) as temporary:
+        with tempfile.TemporaryDirectory(**place) as temporary:
             unfinished = Path(temporary) / output.name
             unfinished.mkdir()
-            free = shutil.disk_usage(unfinished).free
-            if free < num_bytes:
-                message = (
-                    f"The merged model needs {num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free."
-                )
-                raise MergeError(message, "Choose a folder on another disk with --output.")
+            if (free := shutil.disk_usage(unfinished).free) < num_bytes:
+                room = f"{num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free"
+                raise MergeError(f"The merged model needs {room}.", "Choose a folder on another disk with --output.")
             yield unfinished
             for path in [*unfinished.rglob("*"), unfinished]:
                 sync_path(path)

@@ -4,9 +4,7 @@
    The logits must be those of training: within 1e-3 of their range where training computed in fp32, else as in 2.
 2. *As stored.* Mean KL divergence at most 0.02 nats, largest difference at most a tenth of the range, and the top token
    may change only where it was preferred by less than 2% of the range, save at one position in eight.
-
-Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state.
-"""
+Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state."""
 
 import math
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, ModelNames
@@ -76,12 +75,18 @@ def prove(
     """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` ("fp32",
     "bf16", "fp16"). Returns how the folder as published compares, how exact fp32 weights do, and the tensors that the
     files hold and transformers ignores. MergeError where weights lack or are too many, or it is another state."""
-    model, ignored = _open(folder, set(names.weights.ignored))
+    settings = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    unexpected = set(info["unexpected_keys"])
+    problems = {"missing": info["missing_keys"], "unexpected": unexpected - set(names.weights.ignored)}
+    for what, found in (problems | {"of another shape": map(str, info["mismatched_keys"])}).items():
+        if found := sorted(found):
+            raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {found[0]}.", "")
+    model.eval()
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
     stored = unrounded = compare_logits(reference, _logits(model, tokens))
-    rounded = [output for output in outputs if output.dtype != output.exact_dtype]
-    if rounded:
+    if rounded := [output for output in outputs if output.dtype != output.exact_dtype]:
         _put_exact_values(model, rounded, names, exact)
         unrounded = compare_logits(reference, _logits(model, tokens))
     if not is_close(unrounded, low_precision=compute != "fp32"):
@@ -90,21 +95,7 @@ def prove(
     if rounded and not is_close(stored, low_precision=True):
         message = f"Rounding the weights for storage changes the answers too much. {stored.line}."
         raise MergeError(message, "Merge in full precision: fullshard merge RUN --dtype fp32")
-    return stored, unrounded, ignored
-
-
-def _open(folder: Path, unmapped: set[str]) -> tuple[Any, tuple[str, ...]]:
-    from transformers import AutoModelForCausalLM
-
-    settings = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
-    model, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
-    unexpected = set(info["unexpected_keys"])
-    problems = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected - unmapped)}
-    problems["of another shape"] = sorted(map(str, info["mismatched_keys"]))
-    for what, found in problems.items():
-        if found:
-            raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {found[0]}.", "")
-    return model.eval(), tuple(sorted(unexpected))
+    return stored, unrounded, tuple(sorted(unexpected))
 
 
 @torch.inference_mode()

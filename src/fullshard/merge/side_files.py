@@ -41,16 +41,13 @@ def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
 def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
     """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
     config = read_json(base / "config.json")
-    generation = read_json(base / GENERATION_CONFIG, optional=True)
-    if not generation:
+    if not (generation := read_json(base / GENERATION_CONFIG, optional=True)):
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
-    base_ids = (generation.get("eos_token_id"), config.get("eos_token_id"))
-    ids = union_of_ids(*base_ids, trained_ids, end_id)
+    ids = union_of_ids(generation.get("eos_token_id"), config.get("eos_token_id"), trained_ids, end_id)
     generation, notes = mended(generation)
-    for values in (config, generation):
-        if ids:
-            values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    for values in (config, generation) if ids else ():
+        values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     (config["text_config"] if "vocab_size" in config.get("text_config", {}) else config)["vocab_size"] = vocabulary_size
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
     write_json(folder / "config.json", config)
@@ -60,8 +57,7 @@ def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[in
 
 def base_name(base: Path) -> str:
     """The base's public name where its path or card tells, else its folder's name."""
-    cached = re.search(r"models(?:--|/)([^/]+)--([^/]+)/snapshots", base.as_posix())  # of either hub
-    if cached:
+    if cached := re.search(r"models(?:--|/)([^/]+)--([^/]+)/snapshots", base.as_posix()):  # of either hub
         return f"{cached.group(1)}/{cached.group(2)}"
     named = _front_matter(base).get("base_model")
     return named if isinstance(named, str) and named else base.name

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError
@@ -20,12 +21,7 @@ from fullshard.model.load import INDEX
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
-SAFETENSORS_DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-}
-TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 @dataclass(frozen=True)
@@ -96,26 +92,18 @@ def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | No
     weights, files = names.weights, names.weights.files
     outputs = []
     for name in files.names():
-        if files.dtype(name) not in TORCH_DTYPES:
+        if (base_dtype := str_to_torch_dtype.get(files.dtype(name))) is None:
             raise MergeError(f"{name} of the base has dtype {files.dtype(name)}, which cannot be copied.", "")
-        base_dtype = TORCH_DTYPES[files.dtype(name)]
         stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
         parameters = weights.parameters_of(name)
         changed = not exact.changed.isdisjoint(parameters)
-        shape, blocks = files.shape(name), partial(_copied_blocks, names, name)
         if parameters and not weights.is_converted(name):
-            shape = weights.shapes[parameters[0]]  # grown where tokens were added
-            blocks = partial(exact.blocks, parameters[0])
-        elif changed:
-            blocks = partial(lambda name: iter([weights.restore(name, exact.whole).reshape(-1)]), name)
+            shape, blocks = weights.shapes[parameters[0]], partial(exact.blocks, parameters[0])  # grown by new tokens
+        else:
+            read = partial(weights.restore, whole=exact.whole) if changed else files.read
+            shape, blocks = files.shape(name), partial(lambda read, name: iter([read(name).reshape(-1)]), read, name)
         outputs.append(OutputTensor(name, shape, stored_dtype, blocks, torch.float32 if changed else base_dtype))
     return outputs
-
-
-def _copied_blocks(names: ModelNames, name: str) -> Iterator[torch.Tensor]:
-    shape = names.weights.files.shape(name)
-    for start, stop in row_blocks(shape):
-        yield names.weights.files.read(name, *((start, stop) if shape else ())).reshape(-1)
 
 
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:

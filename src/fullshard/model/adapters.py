@@ -1,8 +1,6 @@
-"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export.
-
-Shapes: a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out). Stacked experts keep
-W as (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts).
-"""
+"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export. Shapes:
+a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out). Stacked experts keep W as
+(experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts)."""
 
 import hashlib
 import math
@@ -108,11 +106,6 @@ def adapter_places(model: nn.Module) -> list[AdapterPlace]:
         has_magnitude = ADAPTER in module.lora_magnitude_vector
         places.append(AdapterPlace(name, f"{base_name(name)}.{leaf}", layout, module.scaling[ADAPTER], has_magnitude))
     return places
-
-
-def magnitude_start(place: AdapterPlace, weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's magnitude (out,) at first, fp32: the norm of what each output reads (arXiv 2402.09353, 4; B is zero)."""
-    return torch.linalg.norm(weight.float().T if place.layout == "conv1d" else weight.float(), dim=1)
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

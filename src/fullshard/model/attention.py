@@ -2,6 +2,7 @@
 documents end to end, pads as one more), H heads, S positions, D features a head. Models that do not reach it in all
 blocks are found at the start of a run."""
 
+import sys
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def attend(
     documents: Documents | None = None, **unused: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention within each document (None: each sequence is one), (B, S, H, D). Key and value may have fewer
-    heads. ``softcap`` (gemma2) and ``s_aux`` (gpt_oss's sinks) have no fused kernel."""
+    heads. ``softcap`` (gemma2) and ``s_aux`` (gpt_oss's sinks) have no fused kernel: the family's own code does it."""
     batch, _, size, _ = query_BHSD.shape
     if documents is None:
         documents = Documents([[size]] * batch)
@@ -51,44 +52,27 @@ def attend(
         pieces = [whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)]
         parts = []
         for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
+            window = min(length, sliding_window or length)
             if plain:
-                band = _band(length, sliding_window, query_BHSD.device)
-                part = functional.scaled_dot_product_attention(
-                    *inner, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scaling, enable_gqa=True
-                )
+                band = _seen(length, window, query_BHSD.device) if window < length else None
+                fused = {"is_causal": band is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
+                part = functional.scaled_dot_product_attention(*inner, attn_mask=band, **fused)
             else:
-                part = _eager(*inner, scaling, dropout, sliding_window, softcap, s_aux)
+                seen = _seen(length, window, query_BHSD.device)
+                mask = torch.zeros_like(seen, dtype=query_BHSD.dtype).masked_fill_(~seen, float("-inf"))[None, None]
+                eager = sys.modules[type(module).__module__].eager_attention_forward
+                settings = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+                part = eager(module, *inner, mask, **settings)[0].transpose(1, 2)
             parts.append(part)
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     whole = rows[0] if batch == 1 else torch.cat(rows)
     return whole.transpose(1, 2).contiguous(), None
 
 
-def _band(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which keys each query sees, (S, S) bool; None where that is all before it."""
-    if sliding_window is None or length <= sliding_window:
-        return None
+def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees, (S, S) bool: itself and those before it, ``window`` in all."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - sliding_window)
-
-
-def _eager(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, dropout: float,
-    sliding_window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    seen = _band(length, sliding_window or length, query.device)
-    if seen is None:
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
-    weights = functional.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., :length]
-    return functional.dropout(weights, dropout) @ value
+    return ones.tril() & ones.triu(1 - window)
 
 
 AttentionInterface.register(BY_DOCUMENT, attend)

@@ -8,8 +8,7 @@ from fullshard.errors import ModelError
 def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The decoder and its list of repeated blocks: the ModuleList with the most parameters. ModelError if none."""
     children = ((owner, child) for owner in model.modules() for child in owner.children())
-    lists = [(owner, child) for owner, child in children if isinstance(child, nn.ModuleList) and len(child)]
-    if not lists:
+    if not (lists := [(owner, child) for owner, child in children if isinstance(child, nn.ModuleList) and len(child)]):
         raise ModelError(f"{type(model).__name__} has no list of repeated blocks.", "It cannot be sharded yet.")
     return max(lists, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
 

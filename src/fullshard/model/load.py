@@ -6,24 +6,18 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
 from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils.logging import disable_progress_bar
 
-from fullshard.data.chat import load_tokenizer
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.model.names import base_name
 from fullshard.run_folder import read_json
-
-if TYPE_CHECKING:
-    from fullshard.model.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,16 +25,12 @@ FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 GENERATION_CONFIG = "generation_config.json"
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
-SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-BEAMS_ONLY = ("early_stopping", "length_penalty")
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     """The folder, if config and (``weights``) all weight files are there; else ModelError naming what is missing."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not (folder := Path(path).expanduser()).is_dir():
         raise ModelError(f"No model folder at {folder}.", "Give a Hugging Face folder, or a hub id: owner/name.")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is incomplete: config.json is missing.", "Download the whole model folder again.")
@@ -157,30 +147,6 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
-def load_buffers(model: nn.Module, weights: "WeightMap") -> None:
-    """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
-    for name, buffer in model.named_buffers():
-        if weights.has(plain := base_name(name)):
-            buffer.copy_(weights.read(plain).view(buffer.shape))
-        if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-            message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
-            raise ModelError(message, "This family cannot be loaded sharded yet.")
-
-
-def load_plain(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """The whole model (eval mode) and its tokenizer. ModelError for missing weights: transformers only warns."""
-    folder = check_model_folder(path)
-    disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
-    settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
-    with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
-    absent = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
-    if absent:
-        message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
-        raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
-    return model.eval(), load_tokenizer(folder)
-
-
 def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
     """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
     return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
@@ -192,27 +158,22 @@ def stop_ids(folder: Path) -> list[int]:
     return from_generation or union_of_ids(read_json(folder / "config.json").get("eos_token_id"))
 
 
-def check_generation_config(folder: Path) -> list[str]:
-    """What ``mended`` would change in this folder's generation config, one line each; empty where it is fine."""
-    return mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]
-
-
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
     settings, which had no effect; what still is refused is reduced to its token ids."""
     result, notes = dict(values), []
     if _problem(values) is None:
         return result, notes
-    idle = dict.fromkeys(() if result.get("do_sample") else SAMPLING_ONLY, "greedy, do_sample is off")
-    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else BEAMS_ONLY, "one beam")
+    idle = dict.fromkeys(() if result.get("do_sample") else FACTS["sampling_only"], "greedy, do_sample is off")
+    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else FACTS["beams_only"], "one beam")
     for key, kind in idle.items():
         alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
         if key in result and _problem(alone):
             without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
             notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
     if (problem := _problem(result)) is not None:
-        dropped = [key for key in result if key not in TOKEN_KEYS]
-        result = {key: result[key] for key in TOKEN_KEYS if key in result}
+        dropped = [key for key in result if key not in FACTS["token_keys"]]
+        result = {key: result[key] for key in FACTS["token_keys"] if key in result}
         notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
     return result, notes
 

@@ -1,8 +1,6 @@
-"""Which tensors of a model folder make which parameter, and how parameters go back under the folder's names.
-
-Some families rename, stack or split tensors on load (``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``):
-transformers' own conversion table is run here for one target at a time, and reversed for the export.
-"""
+"""Which tensors of a model folder make which parameter, and how parameters go back under the folder's names. Some
+families rename, stack or split tensors on load (``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``):
+transformers' own conversion table is run here for one target at a time, and reversed for the export."""
 
 import math
 from collections import Counter
@@ -19,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError
 from fullshard.model.load import WeightFiles
+from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
@@ -66,26 +65,33 @@ class WeightMap:
         """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
         name = self._source_name(name)
-        group = self._outputs[name]
-        if group.converter is not None:
+        if (group := self._outputs[name]).converter is not None:
             if self._converted_group[0] != group.target:
                 self._converted_group = ("", {})  # let go of the last one first
                 made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
                 self._converted_group = (group.target, made)
             return self._converted_group[1][name].reshape(-1)[start:stop]
         file_name = group.sources[0][1]
-        shape = self.files.shape(file_name)
-        if not shape:
+        if not (shape := self.files.shape(file_name)):
             return self.files.read(file_name).reshape(-1)
         width = math.prod(shape[1:])
         first, last = start // width, -(-stop // width)
         read_rows = self._read_grown if name in self._grown else self.files.read
-        rows = read_rows(file_name, first, last).reshape(-1)  # the covering rows, no others
-        return rows[start - first * width : stop - first * width]
+        covering = read_rows(file_name, first, last).reshape(-1)
+        return covering[start - first * width : stop - first * width]
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
         return self.read(name).view(self.shapes[name])
+
+    def load_buffers(self, model: nn.Module) -> None:
+        """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
+        for name, buffer in model.named_buffers():
+            if self.has(plain := base_name(name)):
+                buffer.copy_(self.read(plain).view(buffer.shape))
+            if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+                message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
+                raise ModelError(message, "This family cannot be loaded sharded yet.")
 
     def has(self, name: str) -> bool:
         """Whether the files hold this parameter or buffer."""
@@ -105,8 +111,7 @@ class WeightMap:
 
     def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The tensor under its original name, from the parameters ``whole(name)``; the last groups are kept."""
-        group = self._groups[file_name]
-        if group.target not in self._restored:
+        if (group := self._groups[file_name]).target not in self._restored:
             if len(self._restored) == RESTORED_GROUPS:
                 del self._restored[next(iter(self._restored))]
             self._restored[group.target] = self._reverse(group, {name: whole(name) for name in group.outputs})
@@ -123,8 +128,7 @@ class WeightMap:
             if target not in state:
                 self.ignored.append(file_name)
                 continue
-            group = self._outputs.get(target)
-            if group is None:
+            if (group := self._outputs.get(target)) is None:
                 group = self._outputs[target] = _Group(target, by_pattern[pattern] if pattern else None)
             group.sources.append((pattern or file_name, file_name))
             self._groups[file_name] = group
@@ -146,8 +150,7 @@ class WeightMap:
         with Blame(ModelError, message, "This family converts its weights on load in a way that cannot be reversed."):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
-        wrong = [name for _, name in group.sources if back[name].shape != empty[name].shape]
-        if wrong:
+        if wrong := [name for _, name in group.sources if back[name].shape != empty[name].shape]:
             raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
         group.outputs = list(made)
         for name, value in made.items():
@@ -170,9 +173,8 @@ class WeightMap:
         prefix = f"{self._prefix}."
         plain = {name.removeprefix(prefix): value for name, value in made.items()}
         originals = [name for _, name in group.sources]
-        renamed_back = [core_model_loading.apply_renamings(name, self._renamings) for name in originals]
-        pairs = zip(originals, renamed_back, strict=True)
-        return {name: plain[stored.removeprefix(prefix)] for name, stored in pairs}
+        renamed_back = {name: core_model_loading.apply_renamings(name, self._renamings) for name in originals}
+        return {name: plain[stored.removeprefix(prefix)] for name, stored in renamed_back.items()}
 
     def _source_name(self, name: str) -> str:
         return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)
@@ -181,13 +183,11 @@ class WeightMap:
         for names in set(self.aliases.values()):
             stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
-                tied = " and ".join(names)
-                message = f"{self._where}: config.json ties {tied}, but the files hold different values."
+                message = f"{self._where}: config.json ties {' and '.join(names)}, but the files hold different values."
                 hint = 'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.'
                 raise ModelError(message, hint)
         parameters = [name for name, _ in model.named_parameters()]
-        missing = [name for name in parameters if not self.has(name)]
-        if missing:
+        if missing := [name for name in parameters if not self.has(name)]:
             lacking = f"{len(missing)} of {len(parameters)} parameters have no tensor of their name in the files"
             hint = "Are config.json and the weights of one model? Compare model_type with the files' tensor names."
             raise ModelError(f"{self._where}: {lacking}: {', '.join(missing[:5])}.", hint)

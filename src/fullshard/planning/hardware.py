@@ -34,11 +34,6 @@ class Accelerator:
         """As ``--devices`` takes it: 4090, 4090d, a100-40gb, 910b3."""
         return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend").replace("-d", "d")
 
-    @property
-    def bf16_flops(self) -> float:
-        """Operations per second in bf16; 0.0 where the device has none."""
-        return self.flops.get("bf16", 0.0)
-
 
 def _read(words: str, facts: dict) -> Accelerator:
     flops = {name: facts[name] * 1e12 for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if name in facts}

@@ -79,16 +79,17 @@ class Facts:
 def make_plan(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
     mean_tokens: int | None = None, price: float | None = None, currency: str | None = None,
+    tokens_per_second: float | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for ``ranks`` (default: what ``train`` would start) of this machine, or for ``devices``
     (8xa800-80g: a rank each) that need not be here; missing data are assumed, as ``rows`` and ``mean_tokens`` say;
-    ``price`` of a device-hour in ``currency``. Raises PlanError with changes that fit or for a full disk, ConfigError
-    where rows are longer than the model's positions."""
+    ``price`` of a device-hour in ``currency``; ``tokens_per_second``: measured. Raises PlanError with changes that fit
+    or for a full disk, ConfigError where rows are longer than the model's positions."""
     num_ranks, facts = _start(config, ranks, devices, rows, mean_tokens, price, currency)
     choice = choose(config, num_ranks, facts)
     if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
         raise _does_not_fit(config, num_ranks, facts, choice)
-    plan = _finish(config, num_ranks, facts, choice)
+    plan = _finish(config, num_ranks, facts, choice, tokens_per_second)
     place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
     if not facts.machine.card and (free := shutil.disk_usage(place).free) < plan.disk_bytes:
         needs = f"A checkpoint takes {format_bytes(plan.disk_bytes)}; the disk of {place} has {format_bytes(free)} free"
@@ -129,8 +130,9 @@ def _start(
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
-    if card and (not card.bf16_flops or precision_of(choose_precision(config, facts.machine)).compute.itemsize > 2):
-        raise PlanError(f"--devices {devices}: only bf16 can be planned there.", "A card with bf16, no train.precision")
+    kind = choose_precision(config, facts.machine).partition("_")[0]
+    if card and kind not in card.flops:
+        raise PlanError(f"--devices {devices}: no facts about its {kind}.", f"train.precision={next(iter(card.flops))}")
     _require_positions(config, facts)
     return num_ranks, replace(facts, price=price, currency=currency or "")
 
@@ -147,7 +149,7 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
     if card is None:
         return Facts(read_machine(), shape, adapters, volume)
-    rates = Rates(0.0, card.bf16_flops * card.reachable, 1)  # the share of the peak that products reach in practice
+    rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
     machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
     return Facts(machine, shape, adapters, volume)
 
@@ -296,12 +298,12 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
     return PlanError(f"The job does not fit: {needs}. Largest causes: {causes}.", hint)
 
 
-def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> Plan:
+def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, measured: float | None = None) -> Plan:
     machine, volume, job, price = facts.machine, facts.volume, choice.job, facts.price
     work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
     card, lines = machine.card or machine.known, tuple(memory_lines(facts.shape, job))
     inputs = facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card
-    low, high, quick, slow, numbers = run_seconds(*inputs)
+    low, high, quick, slow, numbers = run_seconds(*inputs, tokens / measured if measured else None)
     hours = low * num_ranks / 3600, high * num_ranks / 3600
     numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks, "hours": hours}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
@@ -322,7 +324,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice) -> 
         cost=(hours[0] * price, hours[1] * price) if price else None,
         disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
         explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
-        checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card else 0,
+        checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card and job.compute_bytes < 4 else 0,
         notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
     )  # fmt: skip
 

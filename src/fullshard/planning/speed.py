@@ -16,6 +16,7 @@ from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
+PROBED = (0.9, 1.1)  # real speed / that of a probe of some steps: benchmarks/plan.py
 DEVICES_OF_A_NODE = 8  # as sold
 EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
@@ -139,18 +140,19 @@ def timed_product(dtype: torch.dtype, kind: str) -> float:
 
 
 def run_seconds(
-    shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None
-) -> tuple[float, float, float, float, dict[str, Any]]:
+    shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None,
+    measured: float | None = None,
+) -> tuple[float, float, float, float, dict[str, Any]]:  # fmt: skip
     """Seconds of the run, low and high, and of a step; the numbers behind them, with the kernels' ``seconds``.
-    ``rates``, ``link`` (None: gloo) count if no card is known."""
+    ``rates``, ``link`` (None: gloo) count if no card is known; ``measured`` (seconds of a step) in place of all."""
     each = work.num_micro_batches / work.num_steps
     tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
     run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // DEVICES_OF_A_NODE))
     inputs = (shape, job, card or _measured(rates, job, link), run)
-    step = each * (seconds := micro_batch_seconds(*inputs))["total"]
-    slow, fast = (
-        EFFICIENCY["cpu"]["error"] if job.on_cpu else EFFICIENCY["devices"]["error"] if card else EFFICIENCY["unknown"]
-    )
+    seconds = micro_batch_seconds(*inputs)
+    step = measured or each * seconds["total"]
+    known = EFFICIENCY["cpu" if job.on_cpu else "devices"]["error"] if job.on_cpu or card else EFFICIENCY["unknown"]
+    slow, fast = PROBED if measured else known
     count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
     moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
     starts = [start + moved / disk for start, disk in EFFICIENCY["fixed"]]

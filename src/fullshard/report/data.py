@@ -21,8 +21,7 @@ WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en") -> dict[str, Any]:
     """Prepare the recipe's data into ``folder``, write the HTML page and return data.json's content, with the new key
     "audit": figures and ``histograms`` of each split, ``near`` and ``near_eval``: ``rows`` (training rows like another
-    one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises what prepare
-    raises."""
+    one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises as prepare."""
     result = prepare(config, folder := Path(folder))
     splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
     audit = result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())

@@ -16,6 +16,6 @@ def round_step(largest: float, most: int) -> int:
 _LOADER = FileSystemLoader(Path(__file__).parent)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 _ENVIRONMENT.globals["round_step"] = round_step
-_MACROS = _ENVIRONMENT.get_template("page.html").module
-page, table, bars, marked = _MACROS.page, _MACROS.table, _MACROS.bars, _MACROS.marked
-timeline, stacked = _MACROS.timeline, _MACROS.stacked
+_NAMES = ("page", "table", "bars", "marked", "timeline", "stacked")
+_MACROS = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)
+page, table, bars, marked, timeline, stacked = _MACROS

@@ -10,7 +10,7 @@ __all__ = ["Shard", "ShardedModel", "choose_engine", "local_part", "shard_model"
 
 
 def choose_engine(asked: str, strategy: str, device_type: str) -> str:
-    """The recipe's engine; for auto ours where it is faster and smaller (CPU) or alone (replicate), else fully_shard."""
+    """The recipe's engine; auto: ours where it is faster and smaller (CPU) or alone (replicate), else fully_shard."""
     return asked if asked != "auto" else "simple" if device_type == "cpu" or strategy == "replicate" else "torch"
 
 

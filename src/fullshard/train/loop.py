@@ -5,6 +5,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,11 @@ def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, r
     data = open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
     steps = windows_of_run(data.lengths, config.train)
-    lock = claim_run(run) if ranks.is_first else None
+    lock = claim_run(run) if ranks.is_first else nullcontext()
     require_trackers(config.train.trackers)
     trackers = config.train.trackers if ranks.is_first else []
     log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, trackers)
-    try:
+    with lock, closing(log):
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
         first_step = trainer.resume(resume) if resume else 0
         trainer.prove_start()
@@ -86,10 +87,6 @@ def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, r
                 ending += f"; peak {peak / 1e9:.2f} GB a rank, planned {trainer.planned_bytes / 1e9:.2f} GB"
             log.say(f"trained {len(steps)} steps in {seconds:.0f} s: loss {trainer.last_loss:.4f}{ending}")
         ranks.barrier()  # the result is there for whoever returns from here
-    finally:
-        log.close()
-        if lock is not None:
-            lock.close()
 
 
 class Trainer:
@@ -106,10 +103,9 @@ class Trainer:
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
-        new_ids = added_ids(tokenizer, config.model.add_tokens)
-        self.built: Built = build_sharded(
-            config, ranks, self.precision, plan["recompute"], new_ids, plan.get("reduce_each", False)
-        )
+        self.start_bytes = peak_memory_bytes(ranks.device)  # libraries; nothing of the model yet
+        planned = plan["recompute"], added_ids(tokenizer, config.model.add_tokens), plan.get("reduce_each", False)
+        self.built: Built = build_sharded(config, ranks, self.precision, *planned)
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale = LossScale(self.precision.loss_scale)
@@ -239,8 +235,8 @@ class Trainer:
             row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
             tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
             planned_seconds=[num_tokens / speed for speed in reversed(self.planned_speeds)],
-            planned_bytes=self.planned_bytes, share_of_peak=work / seconds / self.flops_per_second,
-            **self.scale.metrics,
+            start_bytes=self.start_bytes, planned_bytes=self.planned_bytes,
+            share_of_peak=work / seconds / self.flops_per_second, **self.scale.metrics,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> float:

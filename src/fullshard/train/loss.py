@@ -2,7 +2,7 @@
 held-out rows. Shapes: B sequences, S positions, N supervised ones, H hidden, V vocabulary."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,7 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
 
 def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
     """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
-    packed = bool((batch.document_ids.diff(dim=1).masked_fill(batch.document_ids[:, 1:] < 0, 0) != 0).any())
+    packed = any(len(lengths) > 1 for lengths in batch.lengths)
     tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
     documents = None
     if packed and loss_model.attends_by_document:  # one sequence without any pad
@@ -175,22 +175,17 @@ def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> tor
 
 def held_out_loss(
     loss_model: nn.Module, data: PreparedData, micro_batch: tuple[int, str], pad_id: int, device: torch.device,
-    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    rows: Sequence[int] | None = None,
+    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = float,
 ) -> float:  # fmt: skip
-    """Loss per supervised token over ``rows`` (default: all), each row exactly once. A collective call on all ranks."""
-    window = np.arange(len(data)) if rows is None else np.asarray(rows)
-    num_tokens = int(data.supervised[window].sum())
-    if num_tokens == 0:
+    """Loss per supervised token over all rows, each exactly once. A collective call on all ranks."""
+    if (num_tokens := int(data.supervised.sum())) == 0:
         raise DataError("The held-out rows have no supervised token.", "Look at them: fullshard prepare RECIPE")
-    layout = lay_out(window, data.lengths, num_ranks, micro_batch, False, int(data.lengths.max()))
+    window, longest = np.arange(len(data.lengths)), int(data.lengths.max())
     total = torch.zeros((), dtype=torch.float32, device=device)
     was_training = loss_model.training
     loss_model.eval()
     with torch.no_grad():
-        for micro in layout:
+        for micro in lay_out(window, data.lengths, num_ranks, micro_batch, False, longest):
             total += batch_loss(loss_model, make_batch(data, micro[rank], pad_id), device)
     loss_model.train(was_training)
-    if sum_over_ranks is not None:
-        total = sum_over_ranks(total)
-    return float(total) / num_tokens
+    return float(sum_over_ranks(total)) / num_tokens

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,18 @@ STEPS_TO_JUDGE = 3  # after which the plan's memory and time stand beside what w
 LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal can redraw a bar
 
 
-def to_tensorboard(run: Path) -> Tracker:
-    """Event files in the run folder: tensorboard --logdir RUN."""
-    from torch.utils.tensorboard import SummaryWriter
+def start_tracker(name: str, run: Path) -> Tracker:
+    """tensorboard: event files in the run folder. wandb, swanlab: in project fullshard, where their own settings say
+    (WANDB_MODE=offline, SWANLAB_MODE=local: the run folder)."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(run / "tensorboard")
-    return lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()], writer.close
-
-
-def to_wandb(run: Path) -> Tracker:
-    """A run of Weights & Biases, project fullshard; its own settings say where (WANDB_MODE=offline: the run folder)."""
-    import wandb
-
-    tracked = wandb.init(project="fullshard", name=run.name, dir=run)
-    return lambda values, step: tracked.log(values, step=step), tracked.finish
-
-
-def to_swanlab(run: Path) -> Tracker:
-    """An experiment of SwanLab, project fullshard; its own settings say where (SWANLAB_MODE=local: the run folder)."""
-    import swanlab
-
-    swanlab.init(project="fullshard", experiment_name=run.name, logdir=str(run / "swanlab"))
-    return lambda values, step: swanlab.log(values, step=step), swanlab.finish
-
-
-TRACKERS = {"tensorboard": to_tensorboard, "wandb": to_wandb, "swanlab": to_swanlab}
+        to = SummaryWriter(run / "tensorboard")
+        return lambda values, step: [to.add_scalar(key, value, step) for key, value in values.items()], to.close
+    module, named = import_module(name), {"name": run.name, "dir": run}
+    named = named if name == "wandb" else {"experiment_name": run.name, "logdir": str(run / "swanlab")}
+    module.init(project="fullshard", **named)
+    return lambda values, step: module.log(values, step=step), module.finish
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -57,7 +44,7 @@ class MetricsLog:
     def __init__(
         self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool, trackers: Sequence[str] = ()
     ) -> None:
-        self._trackers = [TRACKERS[name](path.parent) for name in trackers]
+        self._trackers = [start_tracker(name, path.parent) for name in trackers]
         self._console = Console(quiet=quiet or not active)
         self._active, self._num_steps, self._first_step, self._step_seconds = active, num_steps, first_step, 0.0
         self._file = open(path, "a", encoding="utf-8") if active else None  # noqa: SIM115 - closed in close()

@@ -24,11 +24,7 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warm
     if step <= warmup_steps:
         return peak * step / warmup_steps
     progress = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
-    if schedule == "linear":
-        return peak * (1 - progress)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * progress))
-    return peak
+    return peak * {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}.get(schedule, 1.0)
 
 
 def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.optim.Optimizer, Moments]:
@@ -90,11 +86,9 @@ def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scal
 
 def clip_gradients(shards: list[Shard], norm: float, clip_norm: float) -> None:
     """Scale all gradients by clip_norm / norm where the norm is larger; 0 switches clipping off."""
-    if clip_norm and norm > clip_norm:
-        scale = clip_norm / norm
-        for shard in shards:
-            if shard.gradient is not None:
-                shard.gradient.mul_(scale)
+    for shard in shards if clip_norm and norm > clip_norm else ():
+        if shard.gradient is not None:
+            shard.gradient.mul_(clip_norm / norm)
 
 
 def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ranks: Ranks, scale: LossScale) -> str:

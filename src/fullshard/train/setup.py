@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, ModelError, TrainError
-from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, magnitude_start, start_value
+from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units
-from fullshard.model.load import WeightFiles, attention_for, build_on_meta, load_buffers
+from fullshard.model.load import WeightFiles, attention_for, build_on_meta
 from fullshard.model.names import base_name, is_adapter
 from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
@@ -44,8 +44,7 @@ def build_sharded(
     config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = (),
     reduce_each: bool = False,
 ) -> Built:  # fmt: skip
-    """Build on meta, add adapters, shard, load; a collective call. ``new_ids``: those of added tokens; ``reduce_each``:
-    of ``shard_model``."""
+    """Build on meta, add adapters, shard, load: collective. ``new_ids``: added tokens; ``reduce_each``: shard_model."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     files = WeightFiles(config.model.path)
     fingerprint = files.fingerprint()
@@ -60,7 +59,7 @@ def build_sharded(
     recomputed = recompute_blocks(causal_lm, recompute)
     set_storage(causal_lm, precision)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in causal_lm.parameters()]
-    load_buffers(causal_lm, weights)
+    weights.load_buffers(causal_lm)
     loss_model = LossModel(causal_lm, config.train.router_loss)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
     sharded = shard_model(
@@ -100,8 +99,7 @@ def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
     flat = {name: buffer.detach().cpu().contiguous().view(-1) for name, buffer in model.named_buffers()}
     digests = {name: hashlib.blake2b(values.view(torch.uint8).numpy()).hexdigest() for name, values in flat.items()}
     for rank, other in enumerate(ranks.gather_objects(digests)):
-        wrong = [name for name, digest in digests.items() if other.get(name) != digest]
-        if wrong:
+        if wrong := [name for name, digest in digests.items() if other.get(name) != digest]:
             raise TrainError(f"Buffer {wrong[0]} on rank {rank} differs from rank {ranks.rank}'s.", "Start again.")
     return f"{len(digests)} buffers verified on {ranks.num_ranks} rank{'s' if ranks.num_ranks > 1 else ''}"
 
@@ -114,7 +112,8 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
             continue
         if ".lora_magnitude_vector." in shard.name:
             place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]
-            whole = magnitude_start(place, weights.read_whole(place.parameter))
+            # at first the norm of what each output reads (arXiv 2402.09353, 4), since B is zero
+            whole = weights.read_whole(place.parameter).float().norm(dim=0 if place.layout == "conv1d" else 1)
             shard.value.copy_(whole[shard.start : shard.stop])
         elif is_adapter(shard.name):
             whole = start_value(shard.name, shard.full_shape, seed).reshape(-1)
@@ -221,8 +220,7 @@ class GradientReach:
         alive = {_owner(name) for name in got if is_adapter(name)}
         trained = [shard.name for shard in shards if shard.trainable]
         missing = [name for name in trained if name not in got and _owner(name) not in alive]
-        dead = [name for name in missing if _owner(name) in used]
-        if dead:
+        if dead := [name for name in missing if _owner(name) in used]:
             message = f"{len(dead)} adapter tensors took part and got no gradient, first {dead[0]}."
             raise TrainError(message, "Set train.recompute=none; if that is no help, leave the layer out: lora.targets")
         line = f"trainable tensors that received a gradient: {len(trained) - len(missing)} of {len(trained)}"

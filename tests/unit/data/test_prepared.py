@@ -249,20 +249,19 @@ def test_a_packed_batch_by_hand(k1_folder, tmp_path):
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 15, 2, 11, 12, 13, 14, 15, 16, 2]]
     assert batch.labels.tolist() == [[12, 13, 14, 15, 2, -100, 12, 13, 14, 15, 16, 2, -100]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6]]
-    assert batch.document_ids.tolist() == [[0] * 6 + [1] * 7]
+    assert batch.lengths == [[6, 7]]
     assert batch.attention_mask.sum() == 13
-    assert batch.rows == (0, 1)
     assert (batch.labels != -100).sum() == data.supervised.sum() == 11
     apart = make_batch(data, [[0], [1]], 0)
     assert (apart.labels != -100).sum() == 11
-    assert apart.document_ids[0].tolist() == [0] * 6 + [-1]
+    assert apart.lengths == [[6], [7]] and apart.attention_mask[0].tolist() == [1] * 6 + [0]
 
 
 def test_the_fill_batch_weighs_nothing(k1_folder, ho1, tmp_path):
     prepare(recipe(k1_folder, ho1, too_long="drop"), tmp_path / "prepared")
     batch = make_batch(open_prepared(tmp_path / "prepared", "train"), [], 0)
     assert batch.input_ids.shape == (1, 8)
-    assert batch.rows == ()
+    assert batch.lengths == [[8]]
     assert (batch.labels == -100).all()
 
 
@@ -278,8 +277,11 @@ def test_every_layout_has_the_same_targets(k1_folder, tmp_path):
             for window in windows(data.lengths, 0, 0, (8, "rows")):
                 for ranks in lay_out(window, data.lengths, num_ranks, (2, "rows"), packing, 24):
                     batches = [make_batch(data, sequences, 0) for sequences in ranks]
-                    rows += [row for batch in batches for row in batch.rows]
+                    rows += [row for sequences in ranks for sequence in sequences for row in sequence]
                     targets += sum(int((batch.labels != -100).sum()) for batch in batches)
+                    for batch, sequences in zip(batches, ranks, strict=True):
+                        of_rows = [[int(data.lengths[row]) for row in sequence] for sequence in sequences]
+                        assert not sequences or batch.lengths == of_rows
             assert sorted(rows) == list(range(23))
             assert targets == data.supervised.sum() == np.sum([2 + i % 9 for i in range(23)])
 

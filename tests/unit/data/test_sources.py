@@ -7,11 +7,12 @@ import os
 import re
 
 import pytest
+from all_rows import read_source
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config import DataSection
-from fullshard.data.sources import Row, read_source
+from fullshard.data.sources import Row
 from fullshard.errors import DataError
 
 

@@ -6,10 +6,12 @@ import io
 import json
 
 import pytest
+from all_rows import read_source
 
 from fullshard.config import DataFile, DataSection, config_from_dict
 from fullshard.data import files
-from fullshard.data.sources import Account, iterate_rows, read_source
+from fullshard.data.audit import report_lines
+from fullshard.data.sources import Account, iterate_rows
 from fullshard.errors import DataError
 
 ROWS = [
@@ -296,7 +298,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path):
     assert dict(account.bad) == {reason: reasons.count(reason) for reason in reasons}
     assert account.read == account.used + account.blank + account.bad.total() + account.dropped.total()
     assert account.places["not JSON"] == [f"{path}:3", f"{path}:9"]
-    report = "\n".join(account.report("train"))
+    report = "\n".join(report_lines("left_out", "train", account))
     assert "train: 10 records read = 2 used + 0 dropped + 7 bad + 1 blank" in report
     assert f"train: 2 left out: not JSON ({path}:3, {path}:9)" in report
 

@@ -16,7 +16,8 @@ from tiny_models import END, EOS, K2_TEMPLATE, ids_of, make_model, make_tokenize
 from fullshard.checkpoint.ranges import PROOF
 from fullshard.merge.job import merge_run
 from fullshard.merge.side_files import base_name
-from fullshard.model.load import check_generation_config, mended, stop_ids
+from fullshard.model.load import mended, stop_ids
+from fullshard.run_folder import read_json
 
 GENERATE = """
 import sys, torch
@@ -88,12 +89,12 @@ def test_export_is_complete_and_a_clean_process_loads_it(tmp_path, base):
 
 
 def test_bad_generation_config_is_found_at_the_start(base):
-    (note,) = check_generation_config(base)
+    (note,) = mended(read_json(base / "generation_config.json", optional=True))[1]
     assert "temperature 0.9" in note
     (base / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "eos_token_id": 2}')
-    assert check_generation_config(base) == []
+    assert mended(read_json(base / "generation_config.json", optional=True))[1] == []
     (base / "generation_config.json").unlink()
-    assert check_generation_config(base) == []
+    assert mended(read_json(base / "generation_config.json", optional=True))[1] == []
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def model_folder() -> Path:
         pytest.skip(error.message)
     calls = []
     known = gguf.default_model_folder().is_dir()  # below the temporary HOME: one conversion for the whole session
-    folder = gguf.ensure_default_model(lambda text, done, total: calls.append((text, done, total)))
-    assert known or (calls[0][0].startswith("reading") and "Paris" in calls[-1][0])
+    folder = gguf.ensure_default_model(calls.append)
+    assert known or (calls[0].startswith("reading") and "Paris" in calls[-1])
     return folder
 
 

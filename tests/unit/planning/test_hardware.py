@@ -24,7 +24,7 @@ def test_device_names_find_their_facts(name, usable_gib, teraflops):
     found = find_accelerator(name)
     assert found is not None
     assert found.usable_bytes == int(usable_gib * GIB)
-    assert found.bf16_flops == teraflops * 1e12
+    assert found.flops.get("bf16", 0.0) == teraflops * 1e12
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "AMD EPYC", "", "NVIDIA GeForce GTX 4090"])

@@ -8,8 +8,7 @@ One step, for a unit between two others (prefetch 1):
 
 A unit is gathered when the first of its modules is called, and again when the gradient of its output arrives. It is
 through when the gradients of its inputs are complete: then its own gradients are, too, since autograd runs what adds to
-them first. Parameters are views of a buffer and are made once; only the buffer's memory comes and goes.
-"""
+them first. Parameters are views of a buffer and are made once; only the buffer's memory comes and goes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -85,8 +84,7 @@ class SimpleShardedModel:
 
     ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
     keeping whole fp32 sums until the last one. ``events``: set it to a list, and what happens is noted in it: free, and
-    beginning and end of gather, forward, backward, reduce and optimizer.
-    """
+    beginning and end of gather, forward, backward, reduce and optimizer."""
 
     def __init__(
         self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,

@@ -6,8 +6,7 @@
                  0                    S                   2S            P = 3S
 
 The cuts know nothing of parameters: a rank's share of a parameter is one contiguous range of its row-major elements,
-perhaps empty. S is a multiple of 256 elements, so the padding is less than 256 elements a rank. Pure arithmetic.
-"""
+perhaps empty. S is a multiple of 256 elements, so the padding is less than 256 elements a rank. Pure arithmetic."""
 
 from dataclasses import dataclass
 from math import prod

@@ -2,8 +2,7 @@
 
 A few buffers are used by the blocks in turn, so that their size is a formula. A group always uses the same one, and its
 parameters are views of it for ever: what autograd has saved for backward stays right, since the buffer is filled with
-the same values again before.
-"""
+the same values again before."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ class Group:
     """Parameters of one unit that are alike: trained or frozen, one dtype at rest, one in compute.
 
     ``shard_S`` is this rank's range at rest; ``parameters`` are what the modules compute with: views of the buffer.
-    ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors.
-    """
+    ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors."""
 
     def __init__(
         self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires,
@@ -268,8 +266,7 @@ class Unit:
     """Modules whose groups are gathered together. ``strategy``:
 
     ``full`` frees after forward and gathers again for backward; ``keep`` frees after backward; ``replicate`` keeps the
-    values until the optimizer has changed them.
-    """
+    values until the optimizer has changed them."""
 
     name: str
     number: int

@@ -3,8 +3,7 @@
 On CPU (gloo) each rank exchanges pieces with each other one directly: gloo's own all-gather takes twice the time, and
 its reduce-scatter is an all-reduce of twice the bytes. Sums are made here, in fp32 and in rank order, so that they have
 the same bits whenever they are repeated, also where 16-bit values travel. On accelerators NCCL's or HCCL's collectives
-run on a stream of their own; sums only, since averages and pre-multiplied sums differ by backend.
-"""
+run on a stream of their own; sums only, since averages and pre-multiplied sums differ by backend."""
 
 from dataclasses import dataclass
 from typing import Any

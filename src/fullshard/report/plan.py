@@ -22,14 +22,13 @@ def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en"
 
     unit, size = ("GB", 1e9) if plan.peak_bytes > 5e9 else ("MB", 1e6)
     series = [(say(cause), [count / size for count in sizes]) for cause, sizes in plan.timeline.items() if any(sizes)]
-    drawing = stacked(words["stages"], series, plan.usable_bytes / size, unit, words)
     report = [line.partition(": ") for line in plan.to_text().splitlines() if not line.startswith(" ")]
     figures = [[say(name), say(text)] for name, _, text in report if text and name != "Note"]
     causes = [[say(each.cause), each.bytes, say(EXPLAIN["moments"][each.when] + each.formula)] for each in plan.lines]
     chart = bars({say(line.cause): line.bytes / size for line in plan.lines}, "", unit)
     sections = [
         (words["figures"], [table(words["figure_columns"], figures)]),
-        (words["step"], [drawing, *words["reading"]]),
+        (words["step"], [stacked(words["stages"], series, plan.usable_bytes / size, unit, words), *words["reading"]]),
         (words["causes"], [chart, table(words["cause_columns"], causes)]),
         (words["formulas"], [table(words["formula_columns"], [[*map(say, row)] for row in plan.explained.items()])]),
         (words["notes"], [say(note) for note in plan.notes] or [words["none"]]),

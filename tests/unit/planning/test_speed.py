@@ -119,6 +119,8 @@ def test_wire_inside_a_node_and_across():
     assert seconds(num_ranks=4, gathers_all=True)["wire"] == pytest.approx((gathered / 2 + reduced) * 3 / 4 / bus)
     # gradients of two micro-batches reduced once
     assert seconds(num_ranks=4, accumulates=True)["wire"] == pytest.approx((gathered + reduced / 2) * 3 / 4 / bus)
+    # HSDP in one node: all stays on its links
+    assert seconds(num_ranks=4, replicas=2)["wire"] == pytest.approx((gathered + reduced) / 2 / bus)
     # two nodes of two: 2 x 0.1 GB/s, half of it reached, carry half of everything
     two = replace(RUN, nodes=2)
     assert seconds(two, num_ranks=4)["wire"] == pytest.approx((gathered + reduced) / 2 / (2e8 * 0.5))

@@ -90,7 +90,9 @@ def test_the_drawing_is_to_scale(job):
         assert area[10:] == below[:10][::-1]
 
 
-KEPT = "token tokens micro batch logits rank full lora auto torch simple fullshard prepare plan compare price GFLOP TFLOP"
+KEPT = (
+    "token tokens micro batch logits rank full lora auto torch simple fullshard prepare plan compare price GFLOP TFLOP"
+)
 KEPT += " LoRA rows mean data length max_length Qwen masters"
 
 

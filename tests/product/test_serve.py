@@ -19,7 +19,7 @@ from tiny_models import make_model, make_tokenizer
 
 from fullshard.errors import ConfigError
 from fullshard.infer import serve
-from fullshard.infer.generate import decode, generate_ids, load_for_inference, prompt_tokens
+from fullshard.infer.generate import generate_text, load_for_inference, prompt_tokens
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ ' ' + m.content + ' ' }}{% endfor %}"
@@ -64,7 +64,7 @@ def test_served_answers_are_those_of_generate(folder):
             for place in ("sun", "moon"):
                 answerer = load_for_inference(folder, {"place": place})
                 prompts.append(prompt_tokens(answerer, messages))
-                wanted.append(decode(answerer, generate_ids(answerer, [prompts[-1]], 6)[0]))
+                wanted += generate_text(answerer, [messages], 6)
             assert prompts[0] != prompts[1]
             bodies = [{"messages": messages}, {"messages": messages, "chat_template_kwargs": {"place": "moon"}}]
             found = [ask(port, folder, body) for body in bodies]

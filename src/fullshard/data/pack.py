@@ -79,14 +79,11 @@ def lay_out(
             cells[-1].append(sequence)
         return cells
 
-    def fill_ranks(num_cells: int) -> int:
-        return -(-num_cells // num_ranks) * num_ranks
-
     if unit == "rows":
-        parts = np.array_split(np.arange(len(sequences)), fill_ranks(-(-len(sequences) // count)) or 1)
+        parts = np.array_split(np.arange(len(sequences)), -(-len(sequences) // (count * num_ranks)) * num_ranks or 1)
         cells = [[sequences[place] for place in part] for part in parts if len(part)]
     else:  # the smallest area that needs no more cells
-        allowed, least = fill_ranks(len(cut(count))), min(longest, count)
+        allowed, least = -(-len(cut(count)) // num_ranks) * num_ranks, min(longest, count)
         cells = cut(bisect_left(range(count), True, least, key=lambda area: len(cut(area)) <= allowed))
 
     def area_of(cell: list[list[int]]) -> int:

@@ -22,7 +22,6 @@ from fullshard.planning.plan import EXPLAIN, Comparison, Plan, find_peak, format
 from fullshard.planning.speed import DEVICES_OF_A_NODE, EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.shard import choose_engine
-from fullshard.train.precision import precision_of
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
 DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
@@ -264,10 +263,8 @@ def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """The recipe with the changes of its keys; ``ranks`` is no key of it."""
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
-        if section:
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
-        elif key != "ranks":
-            config = config.model_copy(update={key: value})
+        value = getattr(config, section).model_copy(update={name: value}) if section else value
+        config = config.model_copy(update={section or name: value}) if key != "ranks" else config
     return config
 
 

@@ -113,8 +113,8 @@ def test_a_data_file_that_is_there_is_read(tmp_path):
         ({}, "4090", None, "8xa800-80g"),
         ({}, "0x4090", None, "8xa800-80g"),
         ({}, "8xv100-16g", None, "8xv100"),
-        ({}, "8xv100", None, "bf16"),
-        ({"train": {"precision": "fp32"}}, "4x4090", None, "bf16"),
+        ({"train": {"precision": "tf32"}}, "8xv100", None, "no facts about its tf32"),
+        ({"train": {"precision": "fp32"}}, "8x910a", None, "no facts about its fp32"),
         ({}, "4x4090", 2, "Leave --ranks out"),
     ],
 )

@@ -201,6 +201,7 @@ def count_a_step(ranks, folder: str, micro_batches: int) -> dict[str, int]:
     from fullshard.train.setup import build_sharded
 
     recipe = {"model": {"path": folder}, "data": {"train": "none.jsonl"}, "method": "full", "output": "none"}
+    recipe["engine"] = "torch"
     built = build_sharded(config_from_dict(recipe), ranks, precision_of("bf16"), recompute=True)
     ids = torch.arange(8, 24)[None]
     sizes = Sizes()

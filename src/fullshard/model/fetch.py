@@ -50,12 +50,12 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
     try:
         folder = Path(download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
-        known, free = sizes(model_id, revision) if missing else {}, shutil.disk_usage(folder).free
-        if (needed := sum(known.get(name, 0) for name in missing)) > free:
-            room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB"
-            problem = f"{room} free; HF_HOME (or MODELSCOPE_CACHE) names another place"
+        known = sizes(model_id, revision) if missing else {}
         if absent := [name for name in missing if name not in known]:
             problem = f"it has no {absent[0]}, and only safetensors weights are read"
+        elif missing and (needed := sum(known[name] for name in missing)) > (free := shutil.disk_usage(folder).free):
+            room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB"
+            problem = f"{room} free; HF_HOME (or MODELSCOPE_CACHE) names another place"
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:

@@ -100,7 +100,6 @@ def judge(name: str, level: str, finding: str, fix: str = "", rate: float = 0.0)
 
 
 def _make(name: str, test: Callable[..., Result], *given: Any) -> Check:
-    """The check that a test's result makes; what the test refuses is a failure."""
     try:
         return judge(name, *test(*given))
     except UserError as error:

@@ -113,7 +113,6 @@ def _start(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
     mean_tokens: int | None = None, price: float | None = None, currency: str | None = None,
 ) -> tuple[int, Facts]:  # fmt: skip
-    """The number of ranks and the facts, once all that was asked makes sense."""
     if price is not None and not 0 < price < math.inf:
         raise PlanError(f"--price {price:g}: the price of a device-hour must be above 0.", "--price 12 --currency CNY")
     if currency and price is None:
@@ -341,7 +340,6 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
 
 
 def _notes(config: RunConfig, facts: Facts, choice: Choice) -> list[str]:
-    """Those of explain.yaml that hold."""
     machine, volume, job, rates = facts.machine, facts.volume, choice.job, facts.machine.rates
     on_cpu, positions, merged = machine.kind == "cpu", facts.shape.max_positions, choice.moments["merge"]
     holds = {

@@ -13,7 +13,7 @@ them first. Parameters are views of a buffer and are made once; only the buffer'
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -79,6 +79,11 @@ class Schedule:
         return self.order[max(0, place - self._prefetch) : place][::-1]
 
 
+@cache  # for all models of a process: each group of gloo has threads that wake up a hundred times a second
+def _second_group(world: Any, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    return dist.new_subgroups_by_enumeration([list(group) for group in ranks])[0]
+
+
 class SimpleShardedModel:
     """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
 
@@ -97,8 +102,8 @@ class SimpleShardedModel:
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
         self.num_ranks = shard_mesh.size()
         reduce_dtype = None if device.type == "cpu" else precision.reduce
-        reduce_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, mesh.size(-1)).tolist())
-        gather, reduce = Wire(shard_mesh.get_group(), device), Wire(reduce_group, device)
+        apart = tuple(map(tuple, mesh.mesh.view(-1, mesh.size(-1)).tolist()))
+        gather, reduce = Wire(shard_mesh.get_group(), device), Wire(_second_group(dist.group.WORLD, apart), device)
         self._wires = Wires(gather, reduce, reduce_dtype, self._note, in_later_replica(mesh))
         self._pool = BufferPool(BUFFERS, device)
         self._schedule = Schedule(PREFETCH, self._agree)

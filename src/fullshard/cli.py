@@ -93,15 +93,15 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
 
 def _plan(recipe: str, overrides: list[str] | None, json_output: bool, probe: bool, **options: Any) -> None:
     compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
-    config, assumed = fullshard.load_config(recipe, overrides or ()), ("devices", "rows", "mean_tokens")
     if compare and explain:
         raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
-    if probe and (compare or any([options.pop(key) for key in assumed])):
+    if probe and (compare or any([options.pop(key) for key in ("devices", "rows", "mean_tokens")])):
         raise UserError("--probe runs real steps of this one recipe on this machine.", "Leave the other options out.")
     if probe:
         made = fullshard.probe_run(recipe, overrides or (), **options)
     else:
-        made = (fullshard.compare_plans if compare else fullshard.make_plan)(config, **options)
+        make = fullshard.compare_plans if compare else fullshard.make_plan
+        made = make(fullshard.load_config(recipe, overrides or ()), **options)
     page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
     if explain and not json_output:
         return print(made.to_text(explain=True), *([f"Page: {page}"] if page else []), sep="\n")

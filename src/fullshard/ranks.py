@@ -22,6 +22,7 @@ from fullshard.errors import ConfigError, TrainError, UserError
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
+LOST_HINT = "The output of its node says why."
 BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
 
 
@@ -87,7 +88,7 @@ class Ranks:
         try:
             outcomes = exchange.result()
         except RuntimeError as error:
-            raise TrainError(f"A rank was lost: {error}", "The output of its node says why.") from None
+            raise TrainError(f"A rank was lost: {error}", LOST_HINT) from None
         for rank, (node, *outcome) in enumerate(outcomes):
             if len(outcome) < 2:
                 problem = outcome[0] if outcome else TrainError(f"Rank {rank} failed.", "Its own output says why.")
@@ -137,14 +138,17 @@ def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
     limit = timedelta(seconds=limit_seconds)
-    if not dist.is_initialized():
-        store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
-        store.set_timeout(limit)
-        store = dist.PrefixStore(_name_attempt(store, rank, num_ranks, limit_seconds), store)
-        backend = collective_backend(device.type)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=limit)
+    try:
+        if not dist.is_initialized():
+            store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
+            store.set_timeout(limit)
+            store = dist.PrefixStore(_name_attempt(store, rank, num_ranks, limit_seconds), store)
+            backend = collective_backend(device.type)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=limit)
+    except RuntimeError as error:  # the others connected and died, or never came
+        raise TrainError(f"A rank was lost, or cannot be reached: {error}", LOST_HINT) from None
     return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh, host)
 
 

@@ -120,7 +120,8 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.gradient_CV.mul_(outer), None
+        gradient_CV, ctx.gradient_CV = ctx.gradient_CV, None  # else it would live until the whole backward is over
+        return gradient_CV.mul_(outer), None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -149,7 +150,8 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, *(gradient.mul_(outer) for gradient in ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, None, *(gradient.mul_(outer) for gradient in gradients)
 
 
 def find_router_loss(causal_lm: nn.Module) -> Any:

@@ -15,7 +15,7 @@ from fullshard.data.sources import Row
 from fullshard.errors import DataError, UserError
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 500, 4 << 20  # a chunk is full with one of these
-RECORD = np.dtype([("content", "<u8"), ("length", "<i4"), ("targets", "<i4"), ("file", "<i4"), ("line", "<i4")])
+RECORD = np.dtype([("content", "<u8"), ("lengths", "<i4"), ("targets", "<i4"), ("files", "<i4"), ("lines", "<i4")])
 Chunk = list[tuple[str, Row]]  # split, row
 
 

@@ -108,17 +108,17 @@ def test_processes_give_the_same_bytes(k1_folder, tmp_path, monkeypatch, waits_f
 def test_the_files_are_ordinary_safetensors(k1_folder, tmp_path):
     prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 30)), tmp_path / "p")
     folder = tmp_path / "p" / "train"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "meta.json", "rows.safetensors", "supervised.safetensors", "tokens.safetensors",
-    ]  # fmt: skip
-    tokens = load_file(folder / "tokens.safetensors")["tokens"]
-    supervised = load_file(folder / "supervised.safetensors")["supervised"]
-    rows = load_file(folder / "rows.safetensors")
-    assert (tokens.dtype, supervised.dtype) == (np.int32, np.bool_)
-    assert {name: value.dtype.name for name, value in rows.items()} == {
-        "offsets": "int64", "origins": "int32", "content": "uint64", "targets": "int32",
+    kinds = {
+        "tokens": "int32", "supervised": "bool", "lengths": "int32", "targets": "int32", "files": "int32",
+        "lines": "int32", "content": "uint64",
     }  # fmt: skip
-    assert rows["offsets"].shape == (31,) and rows["origins"].shape == (30, 2)
+    assert {path.name for path in folder.iterdir()} == {"meta.json", *(f"{name}.safetensors" for name in kinds)}
+    columns = {name: value for name in kinds for name, value in load_file(folder / f"{name}.safetensors").items()}
+    assert {name: value.dtype.name for name, value in columns.items()} == kinds
+    tokens, supervised = columns["tokens"], columns["supervised"]
+    assert len(tokens) == len(supervised) == columns["lengths"].sum()
+    assert {len(value) for name, value in columns.items() if name not in ("tokens", "supervised")} == {30}
+    assert columns["lines"].tolist() == list(range(1, 31)) and not columns["files"].any()
     data = open_prepared(tmp_path / "p", "train")
     assert np.concatenate([data.row(i)[0] for i in range(30)]).tolist() == tokens.tolist()
     assert [int(data.row(i)[1][1:].sum()) for i in range(30)] == data.supervised.tolist()
@@ -126,9 +126,10 @@ def test_the_files_are_ordinary_safetensors(k1_folder, tmp_path):
     assert len(set(data.content.tolist())) == 30
     with pytest.raises(ValueError, match="read-only"):
         data.row(0)[0][0] = 1
-    (folder / "rows.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(DataError, match="is damaged, or of an older version"):
-        open_prepared(tmp_path / "p", "train")
+    for damage in (lambda path: path.write_bytes(b"x" * 100), Path.unlink):
+        damage(folder / "lengths.safetensors")
+        with pytest.raises(DataError, match="is damaged, or of an older version"):
+            open_prepared(tmp_path / "p", "train")
 
 
 def is_at_work(process: psutil.Process) -> bool:

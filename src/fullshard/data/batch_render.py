@@ -40,10 +40,10 @@ class _Pattern:
 
 
 class BatchRenderer:
-    """Renders rows, in order, as ``Renderer`` would one by one."""
+    """Renders rows, in order, as ``Renderer`` would one by one. ``on_bad``: stop or drop where that refuses a row."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: Renderer, on_bad: str = "stop") -> None:
+        self._renderer, self._on_bad = renderer, on_bad
         self._patterns: dict[tuple[str, ...], _Pattern | None] = {}  # None: only the slow way is right
         tokenizer = renderer.tokenizer
         added = tokenizer.added_tokens_decoder.values()
@@ -53,8 +53,9 @@ class BatchRenderer:
         self._known = _any_of(constants | {token.content for token in added})
         self._special = _any_of({token.content for token in added if token.special})
 
-    def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
-        """Each row with its training rows, in order; ``plain``: which way it went. A DataError names the row."""
+    def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered] | DataError]]:
+        """Each row with its training rows, in order; ``plain``: which way it went. A DataError, which names the row, is
+        raised (stop) or stands instead of them (drop)."""
         source = iter(rows)
         while batch := list(islice(source, BATCH_ROWS)):
             patterns = [self._pattern_of(row) for row in batch]
@@ -67,16 +68,24 @@ class BatchRenderer:
                 filled = _fill(pattern, list(islice(encodings, len(pattern.segments)))) if pattern else None
                 self.plain = filled is not None
                 if pattern is None or filled is None:
-                    yield row, self._renderer.row(row)
+                    yield row, self._render_alone(row)
                     continue
                 found = [filled]
                 pattern.seen += 1
                 is_due = pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0
-                if is_due and (slow := self._renderer.row(row)) != found:
+                if is_due and (slow := self._render_alone(row)) != found:
                     self._patterns[_roles(row)] = None
                     pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
                     found = slow
                 yield row, found
+
+    def _render_alone(self, row: Row) -> list[Rendered] | DataError:
+        try:
+            return self._renderer.row(row)
+        except DataError as error:
+            if self._on_bad == "stop":
+                raise
+            return error
 
     def _encode(self, texts: list[str]) -> list[Any]:
         return self._renderer.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)

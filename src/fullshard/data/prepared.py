@@ -109,7 +109,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
     a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``shape``, ``train`` and
     ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
-    rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
+    rows, ``longest`` (row as written), ``pad_id``, ``template_hash``, ``eval_rows``,
     ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
     ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
     folder = Path(folder)
@@ -264,14 +264,16 @@ class _Preparation:
             self.accounts["eval"] = Account(read=read.held_out, shapes=read.shapes)
         for name, split in self.splits.items():
             book, account = split.book, self.accounts[name]
-            if refusal := book.refuse(data.max_length):
-                raise refusal
+            if refusal := audit.report_lines("refusal", book, data.max_length):
+                raise DataError(*refusal)
             stops = ", ".join(self.tokenizer.convert_ids_to_tokens(number) for number, _ in book.stops.most_common())
             lines = audit.report_lines("kept", name, book, ", ".join(account.shapes), data.max_length, stops)
+            if not book.used and book.not_rendered:
+                raise DataError(*book.not_rendered[0])
             if not book.used:
                 problem = f"No row is left in {name}. " + " ".join(lines[2:])
                 raise DataError(problem, "Raise data.max_length or repair the rows.")
-            account.used, account.dropped = book.used, account.dropped + book.dropped
+            account.used, account.dropped, account.bad = book.used, account.dropped + book.dropped, account.bad + book.bad
             report += lines + audit.report_lines("left_out", name, account)
             found[name] = split.finish(book.to_json(account))
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
@@ -284,7 +286,6 @@ class _Preparation:
             "schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest(),
             **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
             "longest": max(book.longest_written for book in books),
-            "max_token_id": max(book.max_token_id for book in books),
             "pad_id": chat.choose_pad_id(self.tokenizer), "template_hash": chat.template_hash(self.tokenizer),
             "eval_rows": found["eval"]["prepared"] if found["eval"] else 0, "duplicates": overlap["rows"],
         }  # fmt: skip
@@ -306,8 +307,8 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
             same = first[place] != np.arange(len(rows))
         repeats = np.flatnonzero(same)
         count += len(repeats)
-        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.SHOWN]]
-    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.SHOWN]]
+        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.KEPT]]
+    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.KEPT]]
     return {"rows": count, "places": places}
 
 

@@ -34,6 +34,7 @@ class _Pattern:
     """How rows of one sequence of roles are written: a segment for each message, and what all rows have around the
     contents (one more; with heads and tails, ``stops`` counted from its own first id)."""
 
+    roles: tuple[str, ...]
     segments: list[_Segment]
     constants: list[Rendered]
     seen: int = 0
@@ -74,7 +75,7 @@ class BatchRenderer:
                 pattern.seen += 1
                 is_due = pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0
                 if is_due and (slow := self._render_alone(row)) != found:
-                    self._patterns[_roles(row)] = None
+                    self._patterns[pattern.roles] = None
                     pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
                     found = slow
                 yield row, found
@@ -97,8 +98,8 @@ class BatchRenderer:
             text = message["content"]
             if len(message) != 2 or not text or text[0].isspace() or text[-1].isspace() or self._known.search(text):
                 return None
-        if (roles := _roles(row)) not in self._patterns:
-            self._patterns[roles] = self._learn(row)
+        if (roles := tuple(message["role"] for message in row.messages)) not in self._patterns:
+            self._patterns[roles] = self._learn(row, roles)
         return self._patterns[roles]
 
     def writes_special(self, row: Row) -> bool:
@@ -106,7 +107,7 @@ class BatchRenderer:
         said = [message["content"] for message in row.messages or () if message["role"] != "assistant"]
         return any(self._special.search(text) for text in [*said, row.text] if text)
 
-    def _learn(self, row: Row) -> _Pattern | None:
+    def _learn(self, row: Row, roles: tuple[str, ...]) -> _Pattern | None:
         """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
         assert row.messages is not None
         empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
@@ -115,22 +116,19 @@ class BatchRenderer:
             (slow,) = self._renderer.row(row)
         except (DataError, ValueError):  # the slow way will say what is wrong, or gives a row an answer
             return None
-        literals = []
-        for message in empty:
-            literal, found, rest = rest.partition(message["content"])
-            literals.append(literal)
-            if not found or message["content"] in rest:
+        pieces = []
+        for place, message in zip(empty, row.messages, strict=True):
+            literal, found, rest = rest.partition(place["content"])
+            pieces += [literal, message["content"]]
+            if not found or place["content"] in rest:
                 return None
-        pieces = [literals[0]]
-        for message, literal in zip(row.messages, [*literals[1:], rest], strict=True):
-            pieces += [message["content"], literal]
-        text, borders = "".join(pieces), list(accumulate(map(len, pieces)))
+        text, borders = "".join([*pieces, rest]), list(accumulate(map(len, pieces)))
         encoded = self._renderer.encode(text)
         if text != self._renderer.text(row.messages) or encoded.ids != slow.ids:
             return None
-        pattern, done = _Pattern([], []), 0
+        pattern, done = _Pattern(roles, [], []), 0
         added = [-1, *(place for place, number in enumerate(slow.ids) if number in self._added), len(slow.ids)]
-        for start, end in zip(borders[::2], borders[1::2], strict=False):
+        for start, end in zip(borders[::2], borders[1::2], strict=True):
             inside = [place for place, (low, high) in enumerate(encoded.offsets) if high > start and low < end]
             if not inside:
                 return None
@@ -149,10 +147,6 @@ class BatchRenderer:
             done = last + 1
         pattern.constants.append(slow.part(done, len(slow.ids)))
         return pattern
-
-
-def _roles(row: Row) -> tuple[str, ...]:
-    return tuple(message["role"] for message in row.messages or ())
 
 
 def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:

@@ -51,8 +51,12 @@ class PreparedData:
         self.meta = read_json(folder / META)
         self.hash: str = self.meta["hash"]
         hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
-        with Blame(DataError, f"{folder} is damaged, or of an older version", hint):
-            self._columns = {name: _map(folder, name) for name in COLUMNS}
+        self._columns: dict[str, np.ndarray] = {}
+        for name in COLUMNS:
+            with Blame(DataError, f"{folder} is damaged, or of an older version", hint):
+                with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+                    self._columns[name] = column = file.get_tensor(name).numpy()
+                column.flags.writeable = False
         self.content = self._columns["content"]
 
     lengths = cached_property(lambda self: self._columns["lengths"].astype(np.int64))
@@ -89,13 +93,6 @@ class PreparedData:
             new = np.insert(changes != 0, 0, [True] * (start == 0))
             found.append(start + np.flatnonzero(new & (self.content[start : start + PIECE_ROWS] % parts == part)))
         return np.concatenate(found)
-
-
-def _map(folder: Path, name: str) -> np.ndarray:
-    with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
-        column = file.get_tensor(name).numpy()
-    column.flags.writeable = False
-    return column
 
 
 def open_prepared(folder: Path, split: str) -> PreparedData:
@@ -196,10 +193,6 @@ class _Split:
         self.digest = digest.hexdigest()
         self.book.add(part.book)
 
-    def state(self) -> dict[str, Any]:
-        """For the journal."""
-        return {"audit": vars(self.book), "files": list(self.names), "digest": self.digest}
-
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Fill in the headers (as safetensors' README has them), write ``result`` with ``hash`` as META; returns it."""
         for name, file in self.files.items():
@@ -241,8 +234,9 @@ class _Preparation:
                         raise parts
                     for name, part in parts.items():
                         self.splits[name].append(part)
-                    states = {name: split.state() for name, split in self.splits.items()}
-                    self.journal = json.loads(json.dumps(self.journal | {"splits": states}))  # as of now
+                    for name, split in self.splits.items():
+                        state = {"audit": vars(split.book), "files": list(split.names), "digest": split.digest}
+                        self.journal["splits"][name] = json.loads(json.dumps(state))  # as of now
                     if time.monotonic() >= due:
                         self._write_journal()
                         due = time.monotonic() + JOURNAL_SECONDS

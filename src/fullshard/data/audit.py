@@ -36,10 +36,9 @@ class Audit(Account):
     longest: int = 0  # tokens of the longest row before cutting or dropping
     longest_written: int = 0  # and after
     special_strings: int = 0  # source rows that write out a special token where it is no answer
-    longest_origin: str = ""
     refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
-    stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
-    length_histogram: Counter[int] = field(default_factory=Counter)
+    stops: Counter[str] = field(default_factory=Counter)  # supervised end-of-turn ids, as text: JSON keys
+    length_histogram: Counter[str] = field(default_factory=Counter)
     unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
     not_rendered: list[tuple[str, str]] = field(default_factory=list)  # the first: message, hint
 
@@ -48,17 +47,14 @@ class Audit(Account):
         setattr(self, figure, getattr(self, figure) + 1)
         self.note(figure, origin)
 
-    def measure(self, length: int, origin: str) -> None:
+    def measure(self, length: int) -> None:
         """Count the length of a training row as rendered."""
-        if length > self.longest:
-            self.longest, self.longest_origin = length, origin
+        self.longest = max(self.longest, length)
         step = length // STEP_TOKENS * STEP_TOKENS if length < FINE_TOKENS else 1 << (length.bit_length() - 1)
-        self.length_histogram[step] += 1
+        self.length_histogram[str(step)] += 1
 
     def add(self, later: "Audit") -> None:
         """Take in the account of the rows that follow."""
-        if later.longest > self.longest:
-            self.longest_origin = later.longest_origin
         for name, value in vars(later).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):
@@ -73,21 +69,20 @@ class Audit(Account):
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Audit":
         """What ``vars`` of an audit was, written as JSON and read again."""
-        numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
-        counters = {name: values.get(name, {}) for name in ("dropped", "bad", "refused")} | numbers
-        return cls(**values | {name: Counter(counts) for name, counts in counters.items()})
+        counters = ("dropped", "bad", "refused", "stops", "length_histogram")
+        return cls(**values | {name: Counter(values[name]) for name in counters})
 
     def to_json(self, account: Account) -> dict[str, Any]:
         """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""
-        figures = {name: value for name, value in vars(self).items() if isinstance(value, int | str)}
+        figures = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return figures | {
             "shape": ", ".join(account.shapes),
             **{name: getattr(account, name) for name in ("read", "blank", "held_out")},
             **{"bad": dict(account.bad), "dropped": dict(account.dropped), "places": self.places | account.places},
             "special_strings": {"rows": self.special_strings, "places": self.places.get("special_strings", [])},
-            "length_histogram": {str(length): count for length, count in sorted(self.length_histogram.items())},
+            "length_histogram": dict(sorted(self.length_histogram.items(), key=lambda item: int(item[0]))),
             "stop_tokens": self.stops.total(),
-            "stop_ids": [number for number, _ in self.stops.most_common()],
+            "stop_ids": [int(number) for number, _ in self.stops.most_common()],
         }
 
 

@@ -15,6 +15,7 @@ from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,7 +190,7 @@ class Renderer:
 
     def _text_ids(self, text: str) -> list[int]:
         ids = self.tokenizer(text, verbose=False)["input_ids"]
-        return ids[1:] if ids[:2] == [self.tokenizer.bos_token_id] * 2 else ids  # the text begins with a written-out bos
+        return ids[1:] if ids[:2] == [self.tokenizer.bos_token_id] * 2 else ids  # written out in the text too
 
     def _require_read(self, names: Iterable[str], hint: str) -> None:
         """Raise DataError for what the template does not know: it would be dropped without a word."""
@@ -246,7 +247,7 @@ class Renderer:
         """What the template writes before an answer where it ignores the generation prompt (else ""), and behind it."""
         if self._frame is None:
             prompt, through = self._text(before, True), self._text([*before, {"role": "assistant", "content": PROBE}])
-            header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
+            header, found, tail = through[len(commonprefix([prompt, through])) :].rpartition(PROBE)
             if not found:
                 raise DataError("The chat template writes nothing of an assistant turn.", TEMPLATE_HINT)
             is_ignored = header.strip() and prompt == self._text(before)
@@ -259,7 +260,7 @@ class Renderer:
         through = self._whole[1] if is_whole else self._text(messages[: place + 1])
         prompt = self._text(messages[:place], True) if place else self._opening(through)
         header, tail = self._around(messages[:place] or [QUESTION])
-        shared = _common(prompt, through)
+        shared = prompt if through.startswith(prompt) else commonprefix([prompt, through])
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
             ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}"
             problem = f"'s generation prompt does not begin the rendered assistant turn: {ends}"
@@ -343,12 +344,6 @@ class Renderer:
 
 def _says_something(message: Message) -> bool:
     return bool((message.get("content") or "").strip() or message.get("tool_calls") or message.get("reasoning_content"))
-
-
-def _common(first: str, second: str) -> str:
-    if second.startswith(first):
-        return first
-    return first[: next(i for i, letter in enumerate(first) if second[i : i + 1] != letter)]
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class ChunkRenderer:
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
-        book.measure(length, row.origin)
+        book.measure(length)
         ids, supervised = rendered.ids, rendered.supervised
         if length > limit:
             ids, supervised = ids[:limit], supervised[:limit]
@@ -139,7 +139,7 @@ class ChunkRenderer:
         book.targets += targets
         for stop in rendered.stops:
             if stop < len(ids):
-                book.stops[ids[stop]] += 1
+                book.stops[str(ids[stop])] += 1
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
         part.supervised.extend(supervised)

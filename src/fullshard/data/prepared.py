@@ -260,16 +260,18 @@ class _Preparation:
             book, account = split.book, self.accounts[name]
             if refusal := audit.report_lines("refusal", book, data.max_length):
                 raise DataError(*refusal)
-            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(number) for number, _ in book.stops.most_common())
-            lines = audit.report_lines("kept", name, book, ", ".join(account.shapes), data.max_length, stops)
+            account.used, account.dropped = book.used, account.dropped + book.dropped
+            account.bad += book.bad
+            facts = book.to_json(account)
+            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(facts["stop_ids"]))
+            lines = audit.report_lines("kept", name, book, facts["shape"], data.max_length, stops)
             if not book.used and book.not_rendered:
                 raise DataError(*book.not_rendered[0])
             if not book.used:
                 problem = f"No row is left in {name}. " + " ".join(lines[2:])
                 raise DataError(problem, "Raise data.max_length or repair the rows.")
-            account.used, account.dropped, account.bad = book.used, account.dropped + book.dropped, account.bad + book.bad
             report += lines + audit.report_lines("left_out", name, account)
-            found[name] = split.finish(book.to_json(account))
+            found[name] = split.finish(facts)
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])

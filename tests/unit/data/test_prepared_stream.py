@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import WORDS, make_model, make_tokenizer
+from tiny_models import K2_TEMPLATE, VOCABULARY, WORDS, make_model, make_tokenizer
 
 from fullshard.config import RunConfig, config_from_dict
 from fullshard.data import prepared, workers
@@ -306,6 +306,51 @@ def test_every_record_is_accounted_for(k1_folder, tmp_path, share):
         assert split["read"] == split["used"] + left
         assert sum(split["length_histogram"].values()) == split["rows"]
     assert (train["held_out"] > 0) == (share is not None)
+
+
+def test_rows_that_the_template_refuses_are_bad_rows(tmp_path):
+    """With on_bad drop they are counted and named, and the others are used; all refused: the first complaint."""
+    template = K2_TEMPLATE.replace(
+        "{{ '<|' +", "{% if message['content'] == 'ice' %}{{ raise_exception('no ice') }}{% endif %}{{ '<|' +"
+    )
+    model = make_tokenizer(make_model(tmp_path / "model"), chat_template=template)
+    path, asked = tmp_path / "a.jsonl", ["red", "ice", "blue", "ice", "sun"]
+    answers = ["one", "two", "strange", "three", "four"]
+    rows = [{"question": question, "answer": answer} for question, answer in zip(asked, answers, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: The chat template refuses the roles user, assistant: no ice"):
+        prepare(recipe(model, path), tmp_path / "p")
+    twice = [{"path": str(path), "weight": 2}]
+    result = prepare(recipe(model, twice, on_bad="drop"), tmp_path / "p")
+    train = result["train"]
+    assert (train["read"], train["used"], train["copies"], train["bad"]) == (5, 2, 5, {"not rendered": 3})
+    assert train["places"]["not rendered"] == [f"{path}:{line}" for line in (2, 3, 4)]
+    assert origins(tmp_path / "p", "train") == [f"{path}:1"] * 2 + [f"{path}:5"] * 2
+    report = "\n".join(result["report"])
+    assert f"train: 3 of 5 bad: not rendered ({path}:2, {path}:3, {path}:4)" in report
+    assert "train: the first: " + str(path) + ":2: The chat template refuses" in report
+    assert "5 records read = 2 used + 0 dropped + 3 bad + 0 blank" in report
+    path.write_text(json.dumps(rows[1]))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: The chat template refuses"):
+        prepare(recipe(model, path, on_bad="drop"), tmp_path / "q")
+
+
+def test_every_input_is_in_the_key(tmp_path, k1_folder):
+    """Template, special tokens, vocabulary, options: prepared anew; nothing changed: kept."""
+    path, folder, model = write_pairs(tmp_path / "a.jsonl", 5), tmp_path / "p", tmp_path / "model"
+    reads_place = K2_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ place or '' }}")
+    tokenizers = [{}, {"chat_template": reads_place}, {"pad_token": "<eos>"}, {"vocabulary": [*VOCABULARY, "more"]}]
+    options = [{}, {"loss_on": "all"}, {"max_length": 25}, {"system": "sun"}, {"too_long": "cut"}]
+    jobs = [(changes, {}) for changes in tokenizers] + [({}, data) for data in options[1:]]
+    jobs += [({"chat_template": reads_place}, {"template_arguments": {"place": place}}) for place in ("red", "blue")]
+    keys = []
+    for changes, data in jobs:
+        make_tokenizer(make_model(model), **changes)
+        keys.append(prepare(recipe(model, path, **data), folder)["key"])
+    assert len(set(keys)) == len(jobs)
+    stamp = (folder / "data.json").stat().st_mtime_ns
+    assert prepare(recipe(model, path, **jobs[-1][1]), folder)["key"] == keys[-1]
+    assert (folder / "data.json").stat().st_mtime_ns == stamp
 
 
 def test_lengths_fall_into_buckets(k1_folder, tmp_path):

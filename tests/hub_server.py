@@ -1,7 +1,7 @@
 """A hub on loopback: the part of the Hugging Face hub's HTTP API that public models and data sets need.
 
-``with HubServer({"acme/tiny": folder}) as hub`` serves a folder as the model or data set of that id; ``environment(home,
-hub.address)`` holds the variables with which a program downloads from it into ``home``.
+``with HubServer({"acme/tiny": folder}) as hub`` serves a folder as the model or data set of that id;
+``environment(home, hub.address)`` holds the variables with which a program downloads from it into ``home``.
 """
 
 from __future__ import annotations

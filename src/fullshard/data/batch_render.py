@@ -1,10 +1,9 @@
 """Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
-A chat template is rendered once for each sequence of roles, with place-holders for the contents. Added tokens (of which
-no content may hold one) cut the text into segments that a tokenizer takes one by one; those that hold a content are
-tokenised for each row, all other ids and marks are the first row's. Rows for which that could differ (see
-``_pattern_of``) go the slow way (``Renderer``), against which the first rows of each sequence of roles and every 200th
-are checked; at the first difference it is given up for these roles."""
+A chat template is rendered once for each sequence of roles, with place-holders for the contents. Added tokens (no
+content may hold one) cut the text into segments that a tokenizer takes one by one; those of a content are tokenised for
+each row, all else is the first row's. Rows for which that could differ (``_pattern_of``) go the slow way, against which
+the first of each sequence of roles and every 200th are checked: a difference ends it for these roles."""
 
 import re
 from collections import namedtuple
@@ -71,8 +70,7 @@ class BatchRenderer:
                 if pattern is None or filled is None:
                     yield row, self._render_alone(row)
                     continue
-                found = [filled]
-                pattern.seen += 1
+                found, pattern.seen = [filled], pattern.seen + 1
                 is_due = pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0
                 if is_due and (slow := self._render_alone(row)) != found:
                     self._patterns[pattern.roles] = None

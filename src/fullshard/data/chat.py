@@ -247,7 +247,7 @@ class Renderer:
         """What the template writes before an answer where it ignores the generation prompt (else ""), and behind it."""
         if self._frame is None:
             prompt, through = self._text(before, True), self._text([*before, {"role": "assistant", "content": PROBE}])
-            header, found, tail = through[len(commonprefix([prompt, through])) :].rpartition(PROBE)
+            header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
             if not found:
                 raise DataError("The chat template writes nothing of an assistant turn.", TEMPLATE_HINT)
             is_ignored = header.strip() and prompt == self._text(before)
@@ -260,7 +260,7 @@ class Renderer:
         through = self._whole[1] if is_whole else self._text(messages[: place + 1])
         prompt = self._text(messages[:place], True) if place else self._opening(through)
         header, tail = self._around(messages[:place] or [QUESTION])
-        shared = prompt if through.startswith(prompt) else commonprefix([prompt, through])
+        shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
             ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}"
             problem = f"'s generation prompt does not begin the rendered assistant turn: {ends}"
@@ -344,6 +344,10 @@ class Renderer:
 
 def _says_something(message: Message) -> bool:
     return bool((message.get("content") or "").strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _common(first: str, second: str) -> str:
+    return first if second.startswith(first) else commonprefix([first, second])  # noqa: RUF071 - by characters
 
 
 @contextmanager

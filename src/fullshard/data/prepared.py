@@ -1,9 +1,8 @@
 """The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
 
-A split's folder holds a safetensors file for each of COLUMNS: ``tokens`` (rows end to end), ``supervised`` (a mask of
-them), and of each row ``lengths``, ``targets``, ``files`` and ``lines`` (where it comes from), ``content`` (a hash);
-and ``meta.json``; beside them data.json. All is a stream into ``.NAME.partial``, whose journal says how far the files
-are right: an interrupted preparation of the same inputs goes on there."""
+A split's folder holds meta.json and a safetensors file for each of COLUMNS: ``tokens`` (rows end to end),
+``supervised`` (their mask), and of each row ``lengths``, ``targets``, ``files``, ``lines`` (its origin), ``content`` (a
+hash). All is a stream into ``.NAME.partial``, whose journal says how far it is right: there the same inputs go on."""
 
 import hashlib
 import json
@@ -110,8 +109,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
     ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
     folder = Path(folder)
-    if not Path(config.model.path).expanduser().is_dir():
-        config = with_model_folder(config, weights=False)
+    config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
@@ -265,11 +263,9 @@ class _Preparation:
             facts = book.to_json(account)
             stops = ", ".join(self.tokenizer.convert_ids_to_tokens(facts["stop_ids"]))
             lines = audit.report_lines("kept", name, book, facts["shape"], data.max_length, stops)
-            if not book.used and book.not_rendered:
-                raise DataError(*book.not_rendered[0])
             if not book.used:
-                problem = f"No row is left in {name}. " + " ".join(lines[2:])
-                raise DataError(problem, "Raise data.max_length or repair the rows.")
+                left = f"No row is left in {name}. " + " ".join(lines[2:]), "Raise data.max_length or repair the rows."
+                raise DataError(*(book.not_rendered[0] if book.not_rendered else left))
             report += lines + audit.report_lines("left_out", name, account)
             found[name] = split.finish(facts)
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
@@ -298,10 +294,8 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
         contents, first = np.unique(others.content[known], return_index=True)
         content = train.content[rows]
         place = np.searchsorted(contents, content).clip(max=len(contents) - 1)
-        same = contents[place] == content
-        if others is train:
-            same = first[place] != np.arange(len(rows))
-        repeats = np.flatnonzero(same)
+        is_later = first[place] != np.arange(len(rows)) if others is train else True
+        repeats = np.flatnonzero((contents[place] == content) & is_later)
         count += len(repeats)
         pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.KEPT]]
     places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.KEPT]]

@@ -165,10 +165,9 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         good += 1
         account.shapes[layout[0]] = None
         yield row
-    if not good and first:
-        raise DataError(f"{label}: no row can be used; the first: {first.message}", first.hint)
     if not good:
-        raise DataError(f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.')
+        empty = f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.'
+        raise DataError(*((f"{label}: no row can be used; the first: {first.message}", first.hint) if first else empty))
 
 
 def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:

@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from fullshard.config import RunConfig
 from fullshard.data import audit, chat
+from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chunks import RECORD, Part, cut_chunks
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
 from fullshard.data.workers import Workers
@@ -314,10 +315,16 @@ def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tupl
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
-    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them."""
+    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them; not
+    those that the template refuses."""
+    held = (row for split, row in _read_rows(config, {"train": Account()}) if split == "eval")
+    tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
+    renderer = BatchRenderer(
+        chat.Renderer(tokenizer, config.data.loss_on, config.data.template_arguments), config.data.on_bad
+    )
     with open(path, "w", encoding="utf-8") as file:
-        for split, row in _read_rows(config, {"train": Account()}):
-            if split == "eval":
+        for row, rendered in renderer.render(held):
+            if not isinstance(rendered, DataError):
                 said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 

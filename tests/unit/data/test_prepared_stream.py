@@ -330,6 +330,12 @@ def test_rows_that_the_template_refuses_are_bad_rows(tmp_path):
     assert f"train: 3 of 5 bad: not rendered ({path}:2, {path}:3, {path}:4)" in report
     assert "train: the first: " + str(path) + ":2: The chat template refuses" in report
     assert "5 records read = 2 used + 0 dropped + 3 bad + 0 blank" in report
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    half = recipe(model, path, on_bad="drop", eval=0.5)
+    held_out = prepare(half, tmp_path / "half")["eval"]
+    write_held_out(half, tmp_path / "held_out.jsonl")  # eval is given it, and would stop at a row that is refused
+    assert held_out["read"] == 10 and held_out["bad"]["not rendered"] > 0
+    assert len((tmp_path / "held_out.jsonl").read_text().splitlines()) == held_out["used"]
     path.write_text(json.dumps(rows[1]))
     with pytest.raises(DataError, match=r"a\.jsonl:1: The chat template refuses"):
         prepare(recipe(model, path, on_bad="drop"), tmp_path / "q")

@@ -41,7 +41,8 @@ def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[
     for name, split in splits.items():
         counts = split["bad"] | split["dropped"] | {"special": split["special_strings"]["rows"]}
         split |= counts | {key: sum(split[key].values()) for key in ("bad", "dropped")}
-        noted += [[words[name], facts.get(key, key), split[key], ", ".join(at)] for key, at in split["places"].items()]
+        places = split["places"].items()
+        noted += [[words[name], facts.get(key, key), split[key], ", ".join(at[:limit])] for key, at in places]
     kinds = ("exact_duplicates", "near", "overlap", "near_eval")[: 2 * len(splits)]
     splits["train"] |= {kind: known[kind]["rows"] for kind in kinds}
     pairs = [[facts[kind], *(*pair, 1.0)[:3]] for kind in kinds for pair in known[kind]["places"][:limit]]

@@ -117,14 +117,43 @@ def _merge(run: str, json_output: bool, **options: Any) -> None:
     _print_result(result, json_output, f"Next: fullshard chat {result.folder}")
 
 
-def _eval(model: str, data: str, show: int, json_output: bool, **options: Any) -> None:
-    result = fullshard.evaluate_run(model, data, **options)
-    if not json_output:
-        names = ["question", "expected", *(["base answer"] if result.base else []), "answer"]
-        said = zip(*(each.answers[:show] for each in (result.base, result) if each), strict=False)
-        rows = [[each[-1].prompt, each[-1].expected, *(answer.answer for answer in each)] for each in said]
-        _print_table(names, rows, show_lines=True)
+def _eval(models: list[str], data: str | None, show: int, json_output: bool, **options: Any) -> None:
+    if data is None and len(models) == 2 and not Path(models[1]).is_dir():
+        *models, data = models
+    if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
+        result = _judge_recipe(models[0], data=data, **options)
+    else:
+        result = _with_status(fullshard.judge_models, models, data, **options)
+    if not json_output and show:
+        names = ["question", "expected", *(f"{each.name} answer".removeprefix("model ") for each in result.results)]
+        said = zip(*(each.answers for each in result.results), strict=False)
+        rows = [[each[0].prompt, each[0].expected, *(one.answer for one in each)] for each in said]
+        _print_table(names, rows[:show], show_lines=True)
     _print_result(result, json_output)
+
+
+def _judge_recipe(recipe: str, overrides: list[str] | None = None, **options: Any) -> Any:
+    own = {key: options.pop(key) for key in ("scorer", "by", "limit", "max_new_tokens") if key in options}
+    if given := [key for key, value in options.items() if value is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')}: a recipe brings its own.", "Leave it out.")
+    return _with_status(fullshard.judge_recipe, fullshard.load_config(recipe, overrides or ()), **own)
+
+
+def _with_status(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Call, with what it is doing in the terminal's last line."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading") as status:
+        return function(*given, **options, progress=lambda what, done, total: status.update(f"{what} {done}/{total}"))
+
+
+def _report(place: str, overrides: list[str] | None, output: str | None, lang: str, json_output: bool) -> None:
+    if Path(place).is_dir():
+        found = fullshard.write_run_report(place, output, lang)
+    else:
+        judged = _judge_recipe(place, overrides)
+        found = fullshard.write_recipe_report(fullshard.load_config(place, overrides or ()), judged, output, lang)
+    _print_json(found) if json_output else print(*found["text"], f"Page: {found['page']}", sep="\n")
 
 
 def _prepare(recipe: str, overrides: list[str] | None, output: str | None, json_output: bool, **made: Any) -> None:
@@ -213,7 +242,7 @@ def _print_json(value: Any) -> None:
 
 
 FUNCTIONS = {"plan": _plan, "train": _train, "merge": _merge, "eval": _eval, "prepare": _prepare, "resume": _resume}
-FUNCTIONS |= {"doctor": _doctor, "generate": _generate, "trace": _trace}
+FUNCTIONS |= {"doctor": _doctor, "generate": _generate, "trace": _trace, "report": _report}
 app.callback()(_with_options(lambda **_: None, "version debug", ""))
 for name, verb in TABLE["verbs"].items():
     run = _with_options(FUNCTIONS.get(name) or partial(_call, verb["call"]), verb["takes"], name)

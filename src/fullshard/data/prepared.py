@@ -250,7 +250,7 @@ class _Preparation:
 
     def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
         """Read, render and write all rows that the journal does not know."""
-        rows = _read_rows(self.config, self.accounts)
+        rows = read_splits(self.config, self.accounts)
         num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
         deque(islice(rows, num_done), maxlen=0)
         due = 0.0
@@ -331,7 +331,7 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
     return {"rows": count, "places": places}
 
 
-def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
+def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
     """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
     if isinstance(share := config.data.eval, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
@@ -345,7 +345,7 @@ def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tupl
 def write_held_out(config: RunConfig, path: Path) -> None:
     """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them."""
     with open(path, "w", encoding="utf-8") as file:
-        for split, row in _read_rows(config, {"train": Account()}):
+        for split, row in read_splits(config, {"train": Account()}):
             if split == "eval":
                 said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")

@@ -1,11 +1,13 @@
-"""Judge models on rows of data: training's loss per supervised token and greedy answers next to the expected ones,
-before a run (the base, with and without training rows in its prompt) and after it (base and tuned models)."""
+"""Judge models on rows of data, by training's loss per supervised token and greedy answers next to the expected ones:
+the base before a run, with and without training rows in its prompt; base and tuned models after it."""
 
 import gc
+import importlib
 import importlib.util
 import math
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -31,30 +33,31 @@ from fullshard.model.fetch import fetch_model, with_model_folder
 from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import read_json, read_metrics, require_run, write_json
 from fullshard.train.loss import LossModel, batch_loss
-from fullshard.verdict import MEASURES, compare, say, words
+from fullshard.verdict import compare, say, words
 
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
 Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
-Scorer = Callable[[str, Row, str], float]  # answer, row, expected
+RowLoss = tuple[int, str, float, int]  # place in the data, origin, nats, supervised tokens
+SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
 
 
 @dataclass(frozen=True)
 class Answer:
     """One row: the prompt's last message, the expected answer, and what the model said (greedy)."""
 
+    row: int  # its place in the data
     origin: str  # file:line
     prompt: str
     expected: str
     answer: str
+    tokens: int  # of the answer, without its stop
     correct: bool  # equal without reasoning and without white space at both ends
-    row: int = 0  # its place in the data
-    number: bool | None = None  # whether the extracted number is right; None where the expected answer has none
-    score: float | None = None  # by the user's scorer
-    tokens: int = 0  # of the answer, without its stop
-    refused: bool = False  # it begins like a refusal
+    number: bool | None  # whether the extracted number is right; None where the expected answer has none
+    refused: bool  # it begins like a refusal
+    score: float | None  # by the user's scorer
 
 
 @dataclass(frozen=True)
@@ -65,37 +68,26 @@ class EvalResult:
     rows: int  # rows that the loss covers
     supervised_tokens: int
     loss: float  # nats per supervised token
-    num_answers: int  # rows with an expected answer; 0 for plain text
-    num_correct: int
-    answers: tuple[Answer, ...]
+    row_losses: tuple[RowLoss, ...]
     left_out: tuple[str, ...]  # "file:line: reason" of each row that the loss or the answers leave out
-    base: "EvalResult | None" = None
     name: str = "model"
-    row_losses: tuple[tuple[int, str, float, int], ...] = ()  # place in the data, origin, nats, supervised tokens
+    answers: tuple[Answer, ...] = ()
+    base: "EvalResult | None" = None
     general: "EvalResult | None" = None  # the loss on a general set
 
-    @property
-    def exact_match(self) -> float | None:
-        """Share of correct answers; None where no row has an expected answer."""
-        return self.num_correct / self.num_answers if self.num_answers else None
+    num_answers = property(lambda self: len(self.answers))  # rows with an expected answer; 0 for plain text
+    num_correct = property(lambda self: sum(answer.correct for answer in self.answers))
+    exact_match = property(lambda self: self.num_correct / self.num_answers if self.answers else None)
+    perplexity = property(lambda self: math.exp(min(self.loss, 700.0)))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, with ``exact_match`` and ``perplexity``."""
-        made = {"exact_match": self.exact_match, "perplexity": perplexity(self.loss)}
+        """All of it as JSON values, with ``num_answers``, ``num_correct``, ``exact_match`` and ``perplexity``."""
+        made = {name: getattr(self, name) for name in ("num_answers", "num_correct", "exact_match", "perplexity")}
         return asdict(self) | made | {"base": self.base and self.base.to_json()}
 
     def to_text(self) -> str:
         """The lines to print: the figures of the model, below those of the base where there is one."""
-        lines = [] if self.base is None else [self.base.line("base")]
-        lines += [self.line(), *([f"left out: {len(self.left_out)} rows, first {self.left_out[0]}"] * bool(self.left_out))]
-        return "\n".join(lines)
-
-    def line(self, name: str = "") -> str:
-        """Its figures in one line."""
-        numbers = [answer.number for answer in self.answers if answer.number is not None]
-        scores = [answer.score for answer in self.answers if answer.score is not None]
-        facts = {"numbers": numbers, "scores": scores, "perplexity": perplexity(self.loss)}
-        return say("result", result=self, name=name or self.name, **facts)
+        return say("results", results=[self.base, self][self.base is None :], left_out=self.left_out)
 
 
 @dataclass(frozen=True)
@@ -104,29 +96,19 @@ class Judgement:
 
     data: str
     results: tuple[EvalResult, ...]
-    comparisons: tuple[dict[str, Any], ...]
-    notes: tuple[str, ...] = ()
+    comparisons: tuple[dict[str, Any], ...]  # with ``text``: the verdict in words
+    scorer: str | None = None
     suite: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # by model and task of lm-eval
     before: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values; ``comparisons`` with ``text``: the verdict in words."""
-        said = [found | {"text": self.verdict(found)} for found in self.comparisons]
-        return vars(self) | {"results": [result.to_json() for result in self.results], "comparisons": said}
-
-    def verdict(self, found: dict[str, Any], lang: str = "en") -> str:
-        """One comparison in a sentence."""
-        return say("before" if self.before else found["verdict"], lang, **found)
+        """All of it as JSON values."""
+        return vars(self) | {"results": [result.to_json() for result in self.results]}
 
     def to_text(self) -> str:
         """The lines to print."""
-        lines = [result.line() for result in self.results]
-        left_out = {line: None for result in self.results for line in result.left_out}
-        lines += [f"left out: {len(left_out)} rows, first {next(iter(left_out))}"] if left_out else []
-        lines += [say("suite", name=name, tasks=tasks) for name, tasks in self.suite.items()]
-        for found in self.comparisons:
-            lines += ["", say("details", **found), self.verdict(found)]
-        return "\n".join([*lines, *self.notes])
+        left_out = list(dict.fromkeys(line for result in self.results for line in result.left_out))
+        return say("judgement", **vars(self), left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -135,24 +117,22 @@ class Task:
 
     rows: list[Row]
     section: DataSection
-    general: list[Row] = field(default_factory=list)
-    scorer: Scorer | None = None
     max_new_tokens: int | None = None
     batch_size: int = 16
     progress: Progress = lambda what, done, total: None
+    general: Sequence[Row] = ()
+    scorer: Callable[[str, Row, str], float] | None = None  # of answer, row, expected
 
     def measure(self, model: str | Path | Answerer, name: str = "model", base: EvalResult | None = None) -> EvalResult:
         """What ``model`` achieves."""
+        gc.collect()  # the weights of a model measured before go first
         answerer = load_for_inference(model, self.section.template_arguments)
         place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
-        losses, left_out = _row_losses(answerer, self.rows, self.section, partial(self.progress, "loss"))
-        answers, skipped = _answers(answerer, self)
-        general = None
+        found = _measure_loss(answerer, self.rows, self, "loss") | {"model": place, "name": name, "base": base}
         if self.general:
-            kept, out = _row_losses(answerer, self.general, self.section, partial(self.progress, "general loss"))
-            general = EvalResult(place, *_totals(kept), 0, 0, (), tuple(out), None, name, tuple(kept))
-        counts = len(answers), sum(answer.correct for answer in answers), tuple(answers), tuple(left_out + skipped)
-        return EvalResult(place, *_totals(losses), *counts, base, name, tuple(losses), general)
+            found["general"] = EvalResult(place, **_measure_loss(answerer, self.general, self, "general loss"))
+        answers, skipped = _answers(answerer, self)
+        return EvalResult(**found | {"answers": tuple(answers), "left_out": (*found["left_out"], *skipped)})
 
 
 def evaluate_run(
@@ -164,91 +144,79 @@ def evaluate_run(
     ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
     that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
     DataError where no row can be used, ModelError, ConfigError."""
-    section = _section(str(data), settings if settings is not None else _settings_of(model), template_arguments)
-    task = Task(_read(data, section, limit), section, (), None, max_new_tokens, batch_size, progress or Task.progress)
-    compared = None if base is None else task.measure(base, "base")
-    gc.collect()  # the base's weights go before the model's come
-    return task.measure(model, base=compared)
+    settings = _settings_of(model) if settings is None else settings
+    section = _section(str(data), settings, template_arguments)
+    task = Task(_read(section, limit), section, max_new_tokens, batch_size, progress or Task.progress)
+    return task.measure(model, base=None if base is None else task.measure(base, "base"))
 
 
 def judge_models(
     models: Sequence[str | Path], data: str | Path | None = None, base: str | Path | None = None,
-    general: str | Path | None = None, scorer: str | Path | None = None, suite: Sequence[str] | None = None,
-    by: str | None = None, limit: int | None = None, max_new_tokens: int | None = None, batch_size: int = 16,
-    progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
+    general: str | Path | None = None, scorer: str | None = None, by: str | None = None,
+    suite: Sequence[str] | None = None, limit: int | None = None, max_new_tokens: int | None = None,
+    batch_size: int = 16, progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
 ) -> Judgement:  # fmt: skip
     """Compare models with their base and each other on the same rows. A run folder stands for its merged model, brings
     its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
-    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``suite``: tasks of
-    lm-eval. ``by``: the measure that judges (verdict.MEASURES). Raises UserError as evaluate_run."""
-    runs = {str(model): require_run(Path(model)) for model in models if (Path(model) / run_folder.RECIPE).is_file()}
-    if bare := [run for run in runs.values() if not (run / run_folder.MERGED).is_dir()]:
+    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: the measure
+    that judges (verdict.MEASURES). ``suite``: tasks of lm-eval. The rest, and what is raised: as evaluate_run."""
+    names, folders = [str(model) for model in models], [Path(model) for model in models]
+    runs = [require_run(folder) for folder in folders if (folder / run_folder.RECIPE).is_file()]
+    folders = [folder / run_folder.MERGED if folder in runs else folder for folder in folders]
+    if bare := [run for run in runs if not (run / run_folder.MERGED).is_dir()]:
         raise ConfigError(f"{bare[0]} is not merged yet.", f"First: fullshard merge {bare[0]}")
-    for run in list(runs.values())[:1]:
-        settings = read_json(run / run_folder.CONFIG)
-        held_out = run / run_folder.HELD_OUT
+    if runs:
+        settings, held_out = read_json(runs[0] / run_folder.CONFIG), runs[0] / run_folder.HELD_OUT
         data = data or (held_out if held_out.is_file() else settings["data"]["eval"])
         base = base or settings["model"]["path"]
-    if not data:
-        raise ConfigError("There are no rows to judge on.", "Name held-out rows: --data FILE")
-    if by not in (None, *MEASURES):
-        raise ConfigError(f"--by {by} is no measure.", f"One of: {', '.join(MEASURES)}")
-    harness = _import_harness() if suite else None
-    folders = [runs[str(model)] / run_folder.MERGED if str(model) in runs else Path(model) for model in models]
+    if not data or (by and not base and len(models) == 1):
+        problem = "There is nothing to compare with, so nothing to judge by." if data else "There are no held-out rows."
+        raise ConfigError(problem, f"Name it: {'--base MODEL' if data else '--data FILE'}")
+    with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
+        harness = importlib.import_module("lm_eval") if suite else None
     section = _section(str(data), _settings_of(folders[0]), template_arguments)
-    rows, score = _read(data, section, limit), scorer and _load_scorer(Path(scorer), str(data), section)
-    common = _section(str(general), {"template_arguments": section.template_arguments}) if general else section
-    rest = (score or None, max_new_tokens, batch_size, progress or Task.progress)
-    task = Task(rows, section, _read(general, common, None) if general else [], *rest)
-    names = [str(model) for model in models] if len(models) > 1 else ["model"]
-    places, results = [*([base] if base else []), *folders], []
-    for place, name in zip(places, ["base", *names] if base else names, strict=True):
-        results.append(task.measure(place if isinstance(place, str) else str(place), name))
-        gc.collect()  # its weights go before the next come
-    pairs = [(results[0], result) for result in results[1:]] if base else []
-    pairs += combinations(results[bool(base) :], 2)
-    measured = {name for result in results for name in _measures_of(result)}
-    if by and by not in measured:
-        raise ConfigError(f"--by {by}: these rows have {', '.join(sorted(measured))}.", "Leave --by out.")
-    hours = {name: _device_hours(folder) for name, folder in zip(names, folders, strict=True)}
-    found = [compare(*pair, by, hours[pair[1].name] if pair[0].name == "base" else None) for pair in pairs]
-    notes = [f"{scorer} is your own file: it was run here, with your rights"] if scorer else []
-    kept = {result.name: _run_harness(harness, result.model, suite, limit) for result in results} if suite else {}
-    judgement = Judgement(str(data), tuple(results), tuple(found), tuple(notes), kept)
-    for run in runs.values():
+    extra = _section(str(general), {"template_arguments": section.template_arguments}) if general else None
+    options = max_new_tokens, batch_size, progress or Task.progress, _read(extra, None) if extra else ()
+    task = Task(_read(section, limit), section, *options, _load_scorer(scorer, section) if scorer else None)
+    compared = [("base", str(base))] * bool(base) + list(zip(names if names[1:] else ["model"], folders, strict=True))
+    results = [task.measure(str(place), name) for name, place in compared]
+    found = []
+    for first, second in combinations(results, 2):
+        is_base = first is results[0] and bool(base)
+        found.append(compare(first, second, by, _device_hours(Path(second.model)) if is_base else None))
+    kept = {result.name: _run_harness(harness, result.model, suite, limit) for result in results if suite}
+    judgement = Judgement(str(data), tuple(results), tuple(found), scorer, kept)
+    for run in runs:
         write_json(run / run_folder.EVAL, judgement.to_json())
     return judgement
 
 
 def judge_recipe(
-    config: RunConfig, scorer: str | Path | None = None, by: str | None = None, limit: int | None = None,
+    config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None,
     max_new_tokens: int | None = None, batch_size: int = 16, progress: Progress | None = None,
 ) -> Judgement:  # fmt: skip
     """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what there is to gain,
-    and the smallest difference that so many rows can show. Nothing is trained. Raises UserError as evaluate_run."""
-    if config.data.eval is None:
+    and the smallest difference that so many rows can show. Nothing is trained. Takes and raises as judge_models."""
+    section, held_out, examples, seen, chance = config.data, [], [], 0, random.Random(config.train.seed)
+    if section.eval is None:
         raise ConfigError("The recipe sets no held-out rows apart.", "Set data.eval=0.1 (a share), or a file.")
-    held_out, examples, chance = [], [], random.Random(config.train.seed)
-    seen = 0
     for split, row in read_splits(config, {"train": Account(), "eval": Account()}):
         if split == "eval":
             held_out.append(row)
         elif row.messages and row.messages[-1]["role"] == "assistant" and not row.tools:
-            place = seen if seen < NUM_EXAMPLES else chance.randrange(seen + 1)  # a fair sample of a stream
+            place = chance.randrange(seen + 1) if seen >= NUM_EXAMPLES else seen  # a fair sample of a stream
             examples[place : place + 1] = [row] if place < NUM_EXAMPLES else []
             seen += 1
-    rows = held_out[:limit]
-    source = config.data.eval if isinstance(config.data.eval, str) else config.train_files[0].path
-    score = _load_scorer(Path(scorer), source, config.data) if scorer else None
-    task = Task(rows, config.data, [], score, max_new_tokens, batch_size, progress or Task.progress)
-    answerer = load_for_inference(with_model_folder(config).model.path, config.data.template_arguments)
+    data = section.eval if isinstance(section.eval, str) else config.train_files[0].path
+    score = _load_scorer(scorer, section.model_copy(update={"train": data})) if scorer else None
+    task = Task(held_out[:limit], section, max_new_tokens, batch_size, progress or Task.progress, (), score)
+    answerer = load_for_inference(with_model_folder(config).model.path, section.template_arguments)
     results = [task.measure(answerer, "base")]
-    if examples and rows[0].messages:
-        told = replace(task, rows=[_with_examples(row, examples) for row in rows])
-        results.append(told.measure(answerer, f"base with {len(examples)} training rows in its prompt"))
-    notes = () if len(results) > 1 else ("plain text has no questions: it is not asked with training rows",)
-    found = compare(results[0], results[-1], by)
-    return Judgement(source, tuple(results), (found,), notes, before=True)
+    if examples and held_out[0].messages:
+        task = replace(task, rows=[_with_examples(row, examples) for row in task.rows])
+        results.append(task.measure(answerer, f"base with {len(examples)} training rows in its prompt"))
+    found = compare(results[0], results[-1], by, text="before")
+    return Judgement(data, tuple(results), (found,), scorer, before=True)
 
 
 def extract_number(text: str) -> Fraction | None:
@@ -256,17 +224,6 @@ def extract_number(text: str) -> Fraction | None:
     marked = text.partition("####")[2].strip().partition("\n")[0]
     found = NUMBER.findall(marked) or NUMBER.findall(text)
     return Fraction(found[-1].replace(",", "")) if found else None
-
-
-def perplexity(loss: float) -> float:
-    """exp of a loss in nats; infinite where that is too large."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def _measures_of(result: EvalResult) -> set[str]:
-    known = {"exact": "correct", "number": "number", "score": "score"}
-    has = {name for name, key in known.items() if any(getattr(one, key) is not None for one in result.answers)}
-    return {"loss"} | has
 
 
 def _settings_of(model: str | Path | Answerer) -> dict[str, Any]:
@@ -285,11 +242,11 @@ def _section(data: str, settings: dict[str, Any], template_arguments: dict[str, 
     return DataSection(train=data, **{key: settings[key] for key in settings if key != "max_length"})
 
 
-def _read(data: str | Path, section: DataSection, limit: int | None) -> list[Row]:
+def _read(section: DataSection, limit: int | None) -> list[Row]:
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
-    if not (rows := list(islice(iterate_rows(str(data), section), limit))):
-        raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
+    if not (rows := list(islice(iterate_rows(section.train, section), limit))):
+        raise DataError(f"{section.train} holds no rows.", "Give a file with at least one row.")
     return rows
 
 
@@ -300,44 +257,38 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
     return replace(row, messages=[*row.messages[:start], *told, *row.messages[start:]])
 
 
-def _totals(losses: list[tuple[int, str, float, int]]) -> tuple[int, int, float]:
-    tokens = sum(count for *_, count in losses)
-    return len(losses), tokens, sum(nats for _, _, nats, _ in losses) / tokens
-
-
 @torch.inference_mode()
-def _row_losses(
-    answerer: Answerer, rows: list[Row], section: DataSection, progress: Callable[[int, int], None]
-) -> tuple[list[tuple[int, str, float, int]], list[str]]:
-    """Place, origin, nats and supervised tokens of each row, one at a time; and why others are left out."""
-    limit, device = answerer.max_positions or NO_LIMIT, answerer.model.device
-    losses, left_out, model = [], [], LossModel(answerer.model)
-    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
+def _measure_loss(answerer: Answerer, rows: Sequence[Row], task: Task, what: str) -> dict[str, Any]:
+    """EvalResult's figures of the loss, one row at a time; each row's nats, and why others are left out."""
+    limit, model = answerer.max_positions or NO_LIMIT, LossModel(answerer.model)
+    renderer = Renderer(answerer.tokenizer, task.section.loss_on, answerer.renderer.arguments)
+    losses: dict[int, RowLoss] = {}
+    left_out = []
     for place, row in enumerate(rows):
-        total, count = 0.0, 0
+        task.progress(what, place, len(rows))
         for part in renderer.row(row):
             if len(part.ids) > limit:
                 left_out.append(f"{row.origin}: {len(part.ids)} tokens, the model has {limit} positions (loss)")
-            elif not any(part.supervised[1:]):
+            elif not (count := sum(part.supervised[1:])):
                 left_out.append(f"{row.origin}: no supervised token (loss)")
             else:
-                ids, marks = np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)
-                data = SimpleNamespace(row={0: (ids, marks)}.__getitem__, lengths=np.array([len(ids)]))
-                total += float(batch_loss(model, make_batch(data, [[0]], answerer.pad_id), device))
-                count += int(marks[1:].sum())
-        if count:
-            losses.append((place, row.origin, total, count))
-        progress(place + 1, len(rows))
+                arrays = np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)
+                alone = SimpleNamespace(row=lambda _, arrays=arrays: arrays, lengths=np.array([len(part.ids)]))
+                nats = float(batch_loss(model, make_batch(alone, [[0]], answerer.pad_id), answerer.model.device))
+                _, _, others, known = losses.get(place, (0, "", 0.0, 0))
+                losses[place] = place, row.origin, others + nats, known + count
     if not losses:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
-    return losses, left_out
+    nats, tokens = (sum(each[place] for each in losses.values()) for place in (2, 3))
+    found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens}
+    return found | {"row_losses": tuple(losses.values()), "left_out": tuple(left_out)}
 
 
 def _answers(answerer: Answerer, task: Task) -> tuple[list[Answer], list[str]]:
     """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
     tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
-    ends_right = [len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant" for row in task.rows]
-    asked = [(place, row) for place, row in enumerate(task.rows) if ends_right[place]]
+    conversations = [(place, row) for place, row in enumerate(task.rows) if len(row.messages or ()) > 1]
+    asked = [(place, row) for place, row in conversations if row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
@@ -353,16 +304,17 @@ def _answers(answerer: Answerer, task: Task) -> tuple[list[Answer], list[str]]:
     options = {"batch_size": task.batch_size, "progress": partial(task.progress, "answers")}
     generated = generate_ids(answerer, prompts, most, **options)
     answers, decode = [], partial(answerer.tokenizer.decode, skip_special_tokens=True)
-    refusal = re.compile("|".join([*words("en")["refusals"], *words("zh")["refusals"]]), re.IGNORECASE)
+    refusal = re.compile("|".join(words("en")["refusals"] + words("zh")["refusals"]), re.IGNORECASE)
     for (place, row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(ids).strip()
         expected = (decode(wanted) if last.get("tool_calls") else last["content"]).strip()
         said, right = _conclusion(answer), _conclusion(expected)
-        number = extract_number(right) if "####" in right or NUMBER.fullmatch(right) else None
-        is_number = None if number is None else extract_number(said) == number
-        score = task.scorer(answer, row, expected) if task.scorer else None
-        judged = (said == right, place, is_number, score, len(ids), bool(refusal.match(said)))
-        answers.append(Answer(row.origin, row.messages[-2]["content"], expected, answer, *judged))
+        has_number = "####" in right or NUMBER.fullmatch(right)
+        answers.append(Answer(
+            place, row.origin, row.messages[-2]["content"], expected, answer, tokens=len(ids), correct=said == right,
+            number=extract_number(said) == extract_number(right) if has_number else None,
+            refused=bool(refusal.match(said)), score=task.scorer(answer, row, expected) if task.scorer else None,
+        ))  # fmt: skip
     return answers, left_out
 
 
@@ -370,25 +322,23 @@ def _conclusion(answer: str) -> str:
     return answer.rpartition("</think>")[2].strip()
 
 
-def _load_scorer(path: Path, data: str, section: DataSection) -> Scorer:
-    """The user's ``score(answer, row)``. ``row``: the record as the file has it (where its place names but one), with
-    what it lacks of origin, messages, prompt and expected."""
-    hint = "It needs: def score(answer: str, row: dict) -> float"
-    with Blame(ConfigError, f"The scorer {path} cannot be run", hint):
+def _load_scorer(path: str, section: DataSection) -> Callable[[str, Row, str], float]:
+    """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
+    origin, messages, prompt and expected where that has no such keys."""
+    with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
         spec = importlib.util.spec_from_file_location("fullshard_scorer", path)
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         score = module.score
-    records: dict[str, list[Any]] = {}
-    for label, found, _ in open_records(data, section.source):
+    records = defaultdict(list)
+    for label, found, _ in open_records(section.train, section.source):
         for number, record in found:
-            records.setdefault(f"{label}:{number}", []).append(record)
+            records[f"{label}:{number}"].append(record)
 
     def judge(answer: str, row: Row, expected: str) -> float:
         known = {"origin": row.origin, "messages": row.messages, "prompt": row.messages[-2]["content"]}
-        here = [record for record in records.get(row.origin, []) if isinstance(record, dict)]
-        record = known | {"expected": expected} | (here[0] if len(here) == 1 else {})
-        with Blame(ConfigError, f"{path}: score of the answer to {row.origin} fails", hint):
-            if not math.isfinite(value := float(score(answer, record))):
+        own = records[row.origin][0] if len(records[row.origin]) == 1 else {}
+        with Blame(ConfigError, f"{path}: score fails at the answer to {row.origin}", SCORER_HINT):
+            if not math.isfinite(value := float(score(answer, known | {"expected": expected} | own))):
                 raise ValueError(f"it is {value}")
         return value
 
@@ -398,20 +348,12 @@ def _load_scorer(path: Path, data: str, section: DataSection) -> Scorer:
 def _device_hours(folder: Path) -> float | None:
     """What the run behind a merged folder took, by its metrics; None where it is not here."""
     run = Path(read_json(folder / MERGE_FACTS, optional=True).get("run", ""))
-    steps = [record["seconds"] for record in read_metrics(run) if record["kind"] == "train"]
-    return sum(steps) * read_json(run / run_folder.PLAN)["ranks"] / 3600 if steps else None
-
-
-def _import_harness() -> Any:
-    with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
-        return importlib.import_module("lm_eval")
+    seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")
+    return seconds * read_json(run / run_folder.PLAN)["ranks"] / 3600 if seconds else None
 
 
 def _run_harness(harness: Any, model: str, tasks: Sequence[str], limit: int | None) -> dict[str, dict[str, float]]:
-    settings = {"pretrained": str(fetch_model(model))}
+    arguments = {"pretrained": str(fetch_model(model))}
     with Blame(ConfigError, f"lm-eval cannot run {', '.join(tasks)}", "All its tasks: lm-eval ls tasks"):
-        made = harness.simple_evaluate(model="hf", model_args=settings, tasks=list(tasks), limit=limit)["results"]
-    return {
-        task: {name: value for name, value in found.items() if isinstance(value, int | float)}
-        for task, found in made.items()
-    }
+        made = harness.simple_evaluate(model="hf", model_args=arguments, tasks=list(tasks), limit=limit)["results"]
+    return {task: {key: value for key, value in found.items() if isinstance(value, float)} for task, found in made.items()}

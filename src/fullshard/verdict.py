@@ -9,6 +9,8 @@ import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined
 
+from fullshard.errors import ConfigError
+
 DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
 EVIDENCE = 0.05  # a difference this likely by chance, or less, is one
 POWER_FACTOR = 2.802  # 1.960 + 0.842: what a test at 5% sees in 80% of all cases, in standard errors
@@ -16,7 +18,6 @@ LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below EVIDENCE, 2 x 0.5 ** 5 is not
 FORGETTING = 0.05  # a rise of the general loss by this share is one to mend
 RARE = 0.05  # exact match is no measure where neither model is right in this share of rows
 MEASURES = {"score": "score", "number": "number", "exact": "correct", "loss": ""}  # the first that fits judges
-WORST_NEAR, WORST_LOST, WORST_REPEATS = 0.05, 0.05, 0.1  # shares of rows from which data are to be mended first
 
 
 def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple[float, float, float]:
@@ -34,10 +35,11 @@ def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple
     return float(low), float(high), float((1 + as_far.sum()) / (1 + DRAWS))
 
 
-def compare(before: Any, after: Any, by: str | None = None, device_hours: float | None = None) -> dict[str, Any]:
+def compare(before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = "") -> dict[str, Any]:
     """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
-    judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``; ``general``
-    (loss), ``answers`` (tokens, refusals), ``verdict`` (keep, forgets, none, worse)."""
+    judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
+    difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
+    forgets, none, worse) and ``text``: in words (key of verdict.yaml). ``hours``: of devices, to train ``after``."""
     said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
     rows = [row for row in said[0] if row in said[1]]
     measures = {}
@@ -46,6 +48,8 @@ def compare(before: Any, after: Any, by: str | None = None, device_hours: float 
         if known := [each for each in values if each[1] is not None]:
             measures[name] = _paired(known)
     measures["loss"] = _losses(before, after)
+    if by and by not in measures:
+        raise ConfigError(f"--by {by}: these rows have {', '.join(measures)}.", "Take one of them, or leave it out.")
     rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < RARE
     measure = by or next(name for name in measures if name != "exact" or not rare)
     judged, sign = measures[measure], -1 if measure == "loss" else 1
@@ -59,12 +63,13 @@ def compare(before: Any, after: Any, by: str | None = None, device_hours: float 
         answers[key] = [float(sum(getattr(each[row], key) for row in rows)) for each in said]
     least = 0.0 if measure == "loss" else LEAST_ROWS / judged["rows"]
     smallest = max(least, POWER_FACTOR * judged["spread"] / judged["rows"] ** 0.5)
-    return judged | {
+    found = judged | {
         "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
         "smallest": smallest if judged["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
-        "measures": measures, "general": general, "answers": answers, "device_hours": device_hours,
-        "gain_per_device_hour": sign * judged["difference"] / device_hours if device_hours else None,
+        "measures": measures, "general": general, "answers": answers, "device_hours": hours,
+        "gain_per_device_hour": sign * judged["difference"] / hours if hours else None,
     }  # fmt: skip
+    return found | {"text": say(text or verdict, **found)}
 
 
 def _losses(before: Any, after: Any) -> dict[str, Any]:
@@ -90,34 +95,19 @@ def _paired(rows: list[tuple[str, float, float, int]], sign: int = 1) -> dict[st
     return {key: float(value) for key, value in means.items()} | found
 
 
-def decide(before: dict[str, Any], data: dict[str, Any], problem: str | None) -> dict[str, Any]:
-    """Whether to train: ``decision`` (train, not_yet, mend) and ``reasons`` [name, number] (verdict.yaml). ``before``: of
-    ``compare``, the base as it is and with rows in its prompt; ``data``: an audited data.json; ``problem``: no plan."""
-    train, best, is_loss = data["train"], max(before["before"], before["after"]), before["measure"] == "loss"
-    lost = sum(train["bad"].values()) + sum(train["dropped"].values())
-    kinds = data["exact_duplicates"], data["overlap"], data["audit"].get("near_eval", {"rows": 0})
-    repeats, copies, near = (found["rows"] for found in kinds)
-    has_room = is_loss or before["smallest"] is None or 1 - best > before["smallest"]
-    checks = [
-        ("mend", "overlap", copies, copies > 0),
-        ("mend", "near", near, near > WORST_NEAR * data["eval"]["used"]),
-        ("mend", "lost", lost, lost > WORST_LOST * train["read"]),
-        ("mend", "repeats", repeats, repeats > WORST_REPEATS * train["used"]),
-        ("mend", "no_stop", 0, train["shape"] != "text" and not train["stop_tokens"]),
-        ("mend", "few", before["rows"], before["rows"] < LEAST_ROWS),
-        ("not_yet", "no_plan", problem, problem is not None),
-        ("not_yet", "no_room", best, not has_room),
-        ("train", "room_loss" if is_loss else "room", before["before"] if is_loss else 1 - best, True),
-        ("train", "clean", train["used"], True),
-    ]
-    decision = next(decision for decision, *_, is_so in checks if is_so)
-    reasons = [[why, value] for way, why, value, is_so in checks if is_so and way == decision]
-    return {"decision": decision, "reasons": reasons}
+def decide(before: dict[str, Any], data: dict[str, Any], problem: str = "", lang: str = "en") -> tuple[str, list[str]]:
+    """Whether to train, by the rules of verdict.yaml: a decision (train, not_yet, mend) and its reasons in words.
+    ``before``: of ``compare``, the base as it is and with rows in its prompt; ``data``: an audited data.json;
+    ``problem``: why there is no plan."""
+    facts = {"found": before, "data": data, "train": data["train"], "problem": problem, "least_rows": LEAST_ROWS}
+    holds = [rule for rule in words("rules") if Environment().compile_expression(rule["if"])(**facts)]
+    reasons = [say(rule["why"], lang, **facts) for rule in holds if rule["decision"] == holds[0]["decision"]]
+    return holds[0]["decision"], reasons
 
 
 @cache
-def words(lang: str = "en") -> dict[str, Any]:
-    """The words of verdict.yaml in one language: en or zh."""
+def words(lang: str) -> Any:
+    """The words of verdict.yaml in one language (en, zh), or its ``rules``."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[lang]
 
 

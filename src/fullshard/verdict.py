@@ -114,10 +114,11 @@ def words(lang: str) -> Any:
 def say(key: str, lang: str = "en", **facts: Any) -> str:
     """A text of verdict.yaml with its facts in it; texts may hold others."""
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"words": words(lang), "amount": _amount, "least_rows": LEAST_ROWS}
+    environment.globals |= {"words": words(lang), "amount": amount, "least_rows": LEAST_ROWS}
     environment.globals["say"] = lambda key, **more: say(key, lang, **facts | more)
     return environment.from_string(words(lang)[key]).render(facts).strip()
 
 
-def _amount(value: float, measure: str, sign: str = "") -> str:
+def amount(value: float, measure: str, sign: str = "") -> str:
+    """A value of a measure as a reader wants it; ``sign`` "+": with its sign."""
     return format(value, sign + {"loss": ".4f", "score": ".3g"}.get(measure, ".1%"))

@@ -22,16 +22,21 @@ def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lan
     """Prepare the recipe's data into ``folder``, write the HTML page and return data.json's content, with the new key
     "audit": figures and ``histograms`` of each split, ``near`` and ``near_eval``: ``rows`` (training rows like another
     one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises as prepare."""
-    result = prepare(config, folder := Path(folder))
-    splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
-    audit = result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
-    kinds = [(name, kind) for name in splits for kind in ("lengths", "supervised")]
-    audit["histograms"] = {f"{name}_{kind}": _histogram(getattr(splits[name], kind)) for name, kind in kinds}
+    result = audit_prepared(prepare(config, folder := Path(folder)), folder)
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-    made = _page(result, splits["train"], tokenizer, lang)
+    made = _page(result, open_prepared(folder, "train"), tokenizer, lang)
     Path(page_path).write_text(made, encoding="utf-8", errors="backslashreplace")
     write_json(folder / DATA, result)
     return result
+
+
+def audit_prepared(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """data.json's content with the key "audit", of the rows in ``folder`` (see audit_data)."""
+    splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
+    audit = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
+    kinds = [(name, kind) for name in splits for kind in ("lengths", "supervised")]
+    histograms = {f"{name}_{kind}": _histogram(getattr(splits[name], kind)) for name, kind in kinds}
+    return result | {"audit": audit | {"histograms": histograms}}
 
 
 def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[tuple[str, list[str], list[list[Any]]]]:

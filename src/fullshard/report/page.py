@@ -3,7 +3,9 @@ takes). All give Markup; whatever else is handed in is text, and is escaped."""
 
 import math
 from pathlib import Path
+from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
@@ -13,9 +15,27 @@ def round_step(largest: float, most: int) -> int:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= largest)
 
 
-_LOADER = FileSystemLoader(Path(__file__).parent)
+def even_ticks(low: float, high: float, most: int) -> list[float]:
+    """Round values at even distances from at most ``low`` to at least ``high``, in about ``most`` steps."""
+    span = high - low or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= span * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{place * step:.12g}") for place in range(first, max(last, first + 1) + 1)]
+
+
+def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
+    """Write NAME.html of this folder with the words of NAME.yaml in ``lang`` and ``facts``; returns the path."""
+    words = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))[lang]
+    text = _ENVIRONMENT.get_template(f"{name}.html").render(words=words, lang=lang, **facts)
+    (path := Path(path)).write_text(text, encoding="utf-8", errors="backslashreplace")
+    return path
+
+
+_FOLDER = Path(__file__).parent
+_LOADER = FileSystemLoader(_FOLDER)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-_ENVIRONMENT.globals["round_step"] = round_step
+_ENVIRONMENT.globals |= {"round_step": round_step, "even_ticks": even_ticks}
 _NAMES = ("page", "table", "bars", "marked", "timeline", "stacked")
 _MACROS = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)
 page, table, bars, marked, timeline, stacked = _MACROS

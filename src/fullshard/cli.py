@@ -120,39 +120,28 @@ def _merge(run: str, json_output: bool, **options: Any) -> None:
 def _eval(models: list[str], data: str | None, show: int, json_output: bool, **options: Any) -> None:
     if data is None and len(models) == 2 and not Path(models[1]).is_dir():
         *models, data = models
-    if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
-        result = _judge_recipe(models[0], data=data, **options)
+    if models[0].endswith((".yaml", ".yml")):
+        own = {key: options.pop(key) for key in ("scorer", "by", "limit", "max_new_tokens")}
+        if models[1:] or data or any(options.values()):
+            raise UserError("A recipe brings its own base, rows and settings.", f"fullshard eval {models[0]}")
+        result = fullshard.judge_recipe(fullshard.load_config(models[0]), **own)
     else:
-        result = _with_status(fullshard.judge_models, models, data, **options)
+        result = fullshard.judge_models(models, data, **options)
     if not json_output and show:
         names = ["question", "expected", *(f"{each.name} answer".removeprefix("model ") for each in result.results)]
-        said = zip(*(each.answers for each in result.results), strict=False)
-        rows = [[each[0].prompt, each[0].expected, *(one.answer for one in each)] for each in said]
+        said = [{one.row: one for one in each.answers} for each in result.results]
+        both = [[each[row] for each in said] for row in said[0] if all(row in each for each in said)]
+        rows = [[each[0].prompt, each[0].expected, *(one.answer for one in each)] for each in both]
         _print_table(names, rows[:show], show_lines=True)
     _print_result(result, json_output)
 
 
-def _judge_recipe(recipe: str, overrides: list[str] | None = None, **options: Any) -> Any:
-    own = {key: options.pop(key) for key in ("scorer", "by", "limit", "max_new_tokens") if key in options}
-    if given := [key for key, value in options.items() if value is not None]:
-        raise UserError(f"--{given[0].replace('_', '-')}: a recipe brings its own.", "Leave it out.")
-    return _with_status(fullshard.judge_recipe, fullshard.load_config(recipe, overrides or ()), **own)
-
-
-def _with_status(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call, with what it is doing in the terminal's last line."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("loading") as status:
-        return function(*given, **options, progress=lambda what, done, total: status.update(f"{what} {done}/{total}"))
-
-
-def _report(place: str, overrides: list[str] | None, output: str | None, lang: str, json_output: bool) -> None:
+def _report(place: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
     if Path(place).is_dir():
-        found = fullshard.write_run_report(place, output, lang)
+        found = fullshard.write_run_report(place, **options)
     else:
-        judged = _judge_recipe(place, overrides)
-        found = fullshard.write_recipe_report(fullshard.load_config(place, overrides or ()), judged, output, lang)
+        config = fullshard.load_config(place, overrides or ())
+        found = fullshard.write_recipe_report(config, fullshard.judge_recipe(config), **options)
     _print_json(found) if json_output else print(*found["text"], f"Page: {found['page']}", sep="\n")
 
 

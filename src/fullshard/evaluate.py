@@ -3,10 +3,9 @@ the base before a run, with and without training rows in its prompt; base and tu
 
 import gc
 import importlib
-import importlib.util
 import math
-import random
 import re
+import runpy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,11 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from fullshard import run_folder
 from fullshard.config import DataSection, RunConfig
-from fullshard.data.batches import make_batch
 from fullshard.data.chat import Renderer
 from fullshard.data.files import open_records
 from fullshard.data.prepared import read_splits
@@ -32,7 +29,7 @@ from fullshard.infer.generate import Answerer, generate_ids, load_for_inference,
 from fullshard.model.fetch import fetch_model, with_model_folder
 from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import read_json, read_metrics, require_run, write_json
-from fullshard.train.loss import LossModel, batch_loss
+from fullshard.train.loss import LossModel, held_out_loss
 from fullshard.verdict import compare, say, words
 
 NO_LIMIT = 1 << 30
@@ -92,14 +89,13 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Models on the same rows, and comparisons of two each (``verdict.compare``). ``before``: of a recipe's base."""
+    """Models on the same rows, and comparisons of two each (``verdict.compare``)."""
 
     data: str
     results: tuple[EvalResult, ...]
     comparisons: tuple[dict[str, Any], ...]  # with ``text``: the verdict in words
     scorer: str | None = None
     suite: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # by model and task of lm-eval
-    before: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -123,12 +119,12 @@ class Task:
     general: Sequence[Row] = ()
     scorer: Callable[[str, Row, str], float] | None = None  # of answer, row, expected
 
-    def measure(self, model: str | Path | Answerer, name: str = "model", base: EvalResult | None = None) -> EvalResult:
+    def measure(self, model: str | Path | Answerer, name: str) -> EvalResult:
         """What ``model`` achieves."""
         gc.collect()  # the weights of a model measured before go first
         answerer = load_for_inference(model, self.section.template_arguments)
         place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
-        found = _measure_loss(answerer, self.rows, self, "loss") | {"model": place, "name": name, "base": base}
+        found = _measure_loss(answerer, self.rows, self, "loss") | {"model": place, "name": name}
         if self.general:
             found["general"] = EvalResult(place, **_measure_loss(answerer, self.general, self, "general loss"))
         answers, skipped = _answers(answerer, self)
@@ -136,54 +132,54 @@ class Task:
 
 
 def evaluate_run(
-    model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, limit: int | None = None,
-    max_new_tokens: int | None = None, batch_size: int = 16, settings: dict[str, Any] | None = None,
-    progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
-) -> EvalResult:  # fmt: skip
-    """Evaluate a model folder on a data file, and ``base`` on the same rows. ``limit``: only the first rows.
-    ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
-    that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
-    DataError where no row can be used, ModelError, ConfigError."""
-    settings = _settings_of(model) if settings is None else settings
-    section = _section(str(data), settings, template_arguments)
-    task = Task(_read(section, limit), section, max_new_tokens, batch_size, progress or Task.progress)
-    return task.measure(model, base=None if base is None else task.measure(base, "base"))
+    model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, **options: Any
+) -> EvalResult:
+    """Evaluate one model on a data file, and ``base`` on the same rows. Takes and raises what judge_models does."""
+    results = judge_models([model], data, base, **options).results
+    return replace(results[-1], base=results[0] if results[1:] else None)
 
 
 def judge_models(
-    models: Sequence[str | Path], data: str | Path | None = None, base: str | Path | None = None,
+    models: Sequence[str | Path | Answerer], data: str | Path | None = None, base: str | Path | Answerer | None = None,
     general: str | Path | None = None, scorer: str | None = None, by: str | None = None,
     suite: Sequence[str] | None = None, limit: int | None = None, max_new_tokens: int | None = None,
     batch_size: int = 16, progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> Judgement:  # fmt: skip
     """Compare models with their base and each other on the same rows. A run folder stands for its merged model, brings
     its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
     shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: the measure
-    that judges (verdict.MEASURES). ``suite``: tasks of lm-eval. The rest, and what is raised: as evaluate_run."""
-    names, folders = [str(model) for model in models], [Path(model) for model in models]
-    runs = [require_run(folder) for folder in folders if (folder / run_folder.RECIPE).is_file()]
-    folders = [folder / run_folder.MERGED if folder in runs else folder for folder in folders]
-    if bare := [run for run in runs if not (run / run_folder.MERGED).is_dir()]:
-        raise ConfigError(f"{bare[0]} is not merged yet.", f"First: fullshard merge {bare[0]}")
+    that judges (verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``max_new_tokens``:
+    default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section that say how rows are
+    read; default those of the first model's run, where ``template_arguments`` go before. Raises DataError where no row
+    can be used, ModelError, ConfigError."""
+    places, runs = list(models), []
+    for index, model in enumerate(models):
+        if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
+            runs.append(require_run(Path(model)))
+            places[index] = (runs[-1] / run_folder.MERGED).resolve()
+            if not places[index].is_dir():
+                raise ConfigError(f"{model} is not merged yet.", f"First: fullshard merge {model}")
     if runs:
-        settings, held_out = read_json(runs[0] / run_folder.CONFIG), runs[0] / run_folder.HELD_OUT
-        data = data or (held_out if held_out.is_file() else settings["data"]["eval"])
-        base = base or settings["model"]["path"]
+        config, held_out = read_json(runs[0] / run_folder.CONFIG), runs[0] / run_folder.HELD_OUT
+        data = data or (held_out if held_out.is_file() else config["data"]["eval"])
+        base = base or config["model"]["path"]
     if not data or (by and not base and len(models) == 1):
         problem = "There is nothing to compare with, so nothing to judge by." if data else "There are no held-out rows."
         raise ConfigError(problem, f"Name it: {'--base MODEL' if data else '--data FILE'}")
     with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
         harness = importlib.import_module("lm_eval") if suite else None
-    section = _section(str(data), _settings_of(folders[0]), template_arguments)
-    extra = _section(str(general), {"template_arguments": section.template_arguments}) if general else None
-    options = max_new_tokens, batch_size, progress or Task.progress, _read(extra, None) if extra else ()
-    task = Task(_read(section, limit), section, *options, _load_scorer(scorer, section) if scorer else None)
-    compared = [("base", str(base))] * bool(base) + list(zip(names if names[1:] else ["model"], folders, strict=True))
-    results = [task.measure(str(place), name) for name, place in compared]
-    found = []
-    for first, second in combinations(results, 2):
-        is_base = first is results[0] and bool(base)
-        found.append(compare(first, second, by, _device_hours(Path(second.model)) if is_base else None))
+    settings = _facts_of(places[0]).get("settings", {}) if settings is None else settings
+    section = _section(str(data), settings, template_arguments)
+    options = section, max_new_tokens, batch_size, progress or Task.progress
+    beside = _section(str(general), {"template_arguments": section.template_arguments}) if general else None
+    score = _load_scorer(scorer, str(data), section.source) if scorer else None
+    task = Task(_read(section, limit), *options, _read(beside, None) if beside else (), score)
+    names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
+    results = [task.measure(*pair) for pair in zip([base] * (base is not None) + places, names, strict=True)]
+    hours = {name: _device_hours(place) for name, place in zip(names[::-1], places[::-1], strict=False)}
+    pairs = combinations(results, 2)
+    found = [compare(one, other, by, hours[other.name] if one.name == "base" else None) for one, other in pairs]
     kept = {result.name: _run_harness(harness, result.model, suite, limit) for result in results if suite}
     judgement = Judgement(str(data), tuple(results), tuple(found), scorer, kept)
     for run in runs:
@@ -197,26 +193,24 @@ def judge_recipe(
 ) -> Judgement:  # fmt: skip
     """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what there is to gain,
     and the smallest difference that so many rows can show. Nothing is trained. Takes and raises as judge_models."""
-    section, held_out, examples, seen, chance = config.data, [], [], 0, random.Random(config.train.seed)
+    section = config.data
     if section.eval is None:
         raise ConfigError("The recipe sets no held-out rows apart.", "Set data.eval=0.1 (a share), or a file.")
+    rows: dict[str, list[Row]] = {"train": [], "eval": []}
     for split, row in read_splits(config, {"train": Account(), "eval": Account()}):
-        if split == "eval":
-            held_out.append(row)
-        elif row.messages and row.messages[-1]["role"] == "assistant" and not row.tools:
-            place = chance.randrange(seen + 1) if seen >= NUM_EXAMPLES else seen  # a fair sample of a stream
-            examples[place : place + 1] = [row] if place < NUM_EXAMPLES else []
-            seen += 1
+        is_example = row.messages and row.messages[-1]["role"] == "assistant" and not row.tools
+        if split == "eval" or (is_example and len(rows["train"]) < NUM_EXAMPLES):
+            rows[split].append(row)
     data = section.eval if isinstance(section.eval, str) else config.train_files[0].path
-    score = _load_scorer(scorer, section.model_copy(update={"train": data})) if scorer else None
-    task = Task(held_out[:limit], section, max_new_tokens, batch_size, progress or Task.progress, (), score)
+    score = _load_scorer(scorer, data, section.source) if scorer else None
+    task = Task(rows["eval"][:limit], section, max_new_tokens, batch_size, progress or Task.progress, (), score)
     answerer = load_for_inference(with_model_folder(config).model.path, section.template_arguments)
     results = [task.measure(answerer, "base")]
-    if examples and held_out[0].messages:
-        task = replace(task, rows=[_with_examples(row, examples) for row in task.rows])
-        results.append(task.measure(answerer, f"base with {len(examples)} training rows in its prompt"))
+    if rows["train"] and task.rows[0].messages:
+        told = replace(task, rows=[_with_examples(row, rows["train"]) for row in task.rows])
+        results.append(told.measure(answerer, f"base with {len(rows['train'])} training rows in its prompt"))
     found = compare(results[0], results[-1], by, text="before")
-    return Judgement(data, tuple(results), (found,), scorer, before=True)
+    return Judgement(data, tuple(results), (found,), scorer)
 
 
 def extract_number(text: str) -> Fraction | None:
@@ -226,10 +220,9 @@ def extract_number(text: str) -> Fraction | None:
     return Fraction(found[-1].replace(",", "")) if found else None
 
 
-def _settings_of(model: str | Path | Answerer) -> dict[str, Any]:
-    """How the run read its rows that a folder was merged from."""
-    made = {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
-    return made.get("settings", {})
+def _facts_of(model: str | Path | Answerer) -> dict[str, Any]:
+    """What the merge says of a folder."""
+    return {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
 
 
 def _section(data: str, settings: dict[str, Any], template_arguments: dict[str, Any] | None = None) -> DataSection:
@@ -257,31 +250,31 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
     return replace(row, messages=[*row.messages[:start], *told, *row.messages[start:]])
 
 
-@torch.inference_mode()
 def _measure_loss(answerer: Answerer, rows: Sequence[Row], task: Task, what: str) -> dict[str, Any]:
-    """EvalResult's figures of the loss, one row at a time; each row's nats, and why others are left out."""
-    limit, model = answerer.max_positions or NO_LIMIT, LossModel(answerer.model)
+    """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
+    limit, model, device = answerer.max_positions or NO_LIMIT, LossModel(answerer.model), answerer.model.device
     renderer = Renderer(answerer.tokenizer, task.section.loss_on, answerer.renderer.arguments)
-    losses: dict[int, RowLoss] = {}
-    left_out = []
+    losses, left_out = [], []
     for place, row in enumerate(rows):
         task.progress(what, place, len(rows))
+        used = []
         for part in renderer.row(row):
             if len(part.ids) > limit:
                 left_out.append(f"{row.origin}: {len(part.ids)} tokens, the model has {limit} positions (loss)")
-            elif not (count := sum(part.supervised[1:])):
+            elif not any(part.supervised[1:]):
                 left_out.append(f"{row.origin}: no supervised token (loss)")
             else:
-                arrays = np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)
-                alone = SimpleNamespace(row=lambda _, arrays=arrays: arrays, lengths=np.array([len(part.ids)]))
-                nats = float(batch_loss(model, make_batch(alone, [[0]], answerer.pad_id), answerer.model.device))
-                _, _, others, known = losses.get(place, (0, "", 0.0, 0))
-                losses[place] = place, row.origin, others + nats, known + count
+                used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
+        if used:
+            sizes, counts = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
+            alone = SimpleNamespace(row=used.__getitem__, lengths=np.array(sizes), supervised=np.array(counts))
+            loss = held_out_loss(model, alone, (1, "rows"), answerer.pad_id, device)
+            losses.append((place, row.origin, loss * sum(counts), sum(counts)))
     if not losses:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
-    nats, tokens = (sum(each[place] for each in losses.values()) for place in (2, 3))
+    nats, tokens = (sum(each[place] for each in losses) for place in (2, 3))
     found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens}
-    return found | {"row_losses": tuple(losses.values()), "left_out": tuple(left_out)}
+    return found | {"row_losses": tuple(losses), "left_out": tuple(left_out)}
 
 
 def _answers(answerer: Answerer, task: Task) -> tuple[list[Answer], list[str]]:
@@ -322,15 +315,13 @@ def _conclusion(answer: str) -> str:
     return answer.rpartition("</think>")[2].strip()
 
 
-def _load_scorer(path: str, section: DataSection) -> Callable[[str, Row, str], float]:
+def _load_scorer(path: str, data: str, source: str) -> Callable[[str, Row, str], float]:
     """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
     origin, messages, prompt and expected where that has no such keys."""
     with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
-        spec = importlib.util.spec_from_file_location("fullshard_scorer", path)
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        score = module.score
-    records = defaultdict(list)
-    for label, found, _ in open_records(section.train, section.source):
+        score = runpy.run_path(path)["score"]
+    records: dict[str, list[Any]] = defaultdict(list)
+    for label, found, _ in open_records(data, source):
         for number, record in found:
             records[f"{label}:{number}"].append(record)
 
@@ -345,9 +336,9 @@ def _load_scorer(path: str, section: DataSection) -> Callable[[str, Row, str], f
     return judge
 
 
-def _device_hours(folder: Path) -> float | None:
+def _device_hours(model: str | Path | Answerer) -> float | None:
     """What the run behind a merged folder took, by its metrics; None where it is not here."""
-    run = Path(read_json(folder / MERGE_FACTS, optional=True).get("run", ""))
+    run = Path(_facts_of(model).get("run", ""))
     seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")
     return seconds * read_json(run / run_folder.PLAN)["ranks"] / 3600 if seconds else None
 

@@ -8,20 +8,13 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from fullshard.verdict import amount, say, words
+
 
 def round_step(largest: float, most: int) -> int:
     """The least of 1, 2, 5, 10, 20, 50, ... of which ``most`` reach ``largest``."""
     power = 10 ** int(math.log10(max(largest / most, 1)))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= largest)
-
-
-def even_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round values at even distances from at most ``low`` to at least ``high``, in about ``most`` steps."""
-    span = high - low or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= span * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{place * step:.12g}") for place in range(first, max(last, first + 1) + 1)]
 
 
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
@@ -35,7 +28,7 @@ def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
 _FOLDER = Path(__file__).parent
 _LOADER = FileSystemLoader(_FOLDER)
 _ENVIRONMENT = Environment(loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-_ENVIRONMENT.globals |= {"round_step": round_step, "even_ticks": even_ticks}
+_ENVIRONMENT.globals |= {"round_step": round_step, "amount": amount, "say": say, "verdict_words": words}
 _NAMES = ("page", "table", "bars", "marked", "timeline", "stacked")
 _MACROS = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)
 page, table, bars, marked, timeline, stacked = _MACROS

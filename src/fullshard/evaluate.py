@@ -347,4 +347,6 @@ def _run_harness(harness: Any, model: str, tasks: Sequence[str], limit: int | No
     arguments = {"pretrained": str(fetch_model(model))}
     with Blame(ConfigError, f"lm-eval cannot run {', '.join(tasks)}", "All its tasks: lm-eval ls tasks"):
         made = harness.simple_evaluate(model="hf", model_args=arguments, tasks=list(tasks), limit=limit)["results"]
-    return {task: {key: value for key, value in found.items() if isinstance(value, float)} for task, found in made.items()}
+    return {
+        task: {key: value for key, value in found.items() if isinstance(value, float)} for task, found in made.items()
+    }

@@ -35,7 +35,9 @@ def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple
     return float(low), float(high), float((1 + as_far.sum()) / (1 + DRAWS))
 
 
-def compare(before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = "") -> dict[str, Any]:
+def compare(
+    before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = ""
+) -> dict[str, Any]:
     """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
     judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
     difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,

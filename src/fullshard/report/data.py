@@ -11,7 +11,7 @@ from fullshard.data.chat import load_tokenizer
 from fullshard.data.near import THRESHOLD, near_copies
 from fullshard.data.prepared import PreparedData, open_prepared, prepare
 from fullshard.model.fetch import with_model_folder
-from fullshard.report.page import bars, marked, page, round_step, table
+from fullshard.report.page import round_step, write_page
 from fullshard.run_folder import DATA, write_json
 
 NAMED, BINS, EXAMPLES, SHOWN = 100, 12, 10, 1200  # pairs of a kind, bins of a histogram, rows on the page, their tokens
@@ -24,8 +24,9 @@ def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lan
     one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises as prepare."""
     result = audit_prepared(prepare(config, folder := Path(folder)), folder)
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-    made = _page(result, open_prepared(folder, "train"), tokenizer, lang)
-    Path(page_path).write_text(made, encoding="utf-8", errors="backslashreplace")
+    facts = {"train": (train := open_prepared(folder, "train")), "tokenizer": tokenizer, "examples": _examples(train)}
+    facts |= {"tables": audit_tables(result, lang), "audit": result["audit"]}
+    write_page("data", page_path, lang, threshold=THRESHOLD, limit=NAMED, shown=SHOWN, **facts)
     write_json(folder / DATA, result)
     return result
 
@@ -93,18 +94,10 @@ def _histogram(values: np.ndarray) -> dict[str, int]:
     return {f"{place * step}–{place * step + step - 1}" if step > 1 else f"{place}": count for place, count in bins}
 
 
-def _page(result: dict[str, Any], train: PreparedData, tokenizer: Any, lang: str) -> str:
-    """The page: the tables, the histograms, and ten training rows: the longest, the shortest, others spread evenly."""
-    words = WORDS[lang]
-    sections = [(title, [table(*rest) if rest[1] else words["none"]]) for title, *rest in audit_tables(result, lang)]
-    sections[-1][1].append(words["copies_text"].format(threshold=THRESHOLD, limit=NAMED))
-    charts = [bars(found, words[name], words["rows"]) for name, found in result["audit"]["histograms"].items()]
+def _examples(train: PreparedData) -> list[tuple[int, int, int]]:
+    """Ten training rows with their tokens and supervised ones: the longest, the shortest, others spread evenly."""
     ends = list({int(train.lengths.argmax()): 0, int(train.lengths.argmin()): 0})
     others = np.delete(np.arange(len(train)), ends)
     spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)
-    examples = [words["examples_text"].format(SHOWN)]
-    for number in ends + others[spread].tolist():
-        figures = train.lengths[number], int(train.row(number)[1].sum())
-        heading = words["example"].format(train.origin(number), *figures)
-        examples.append(marked(heading, train.pieces(number, tokenizer, SHOWN)))
-    return page(words["title"], [*sections, (words["lengths"], charts), (words["examples"], examples)], lang)
+    rows = ends + others[spread].tolist()
+    return [(row, int(train.lengths[row]), int(train.row(row)[1].sum())) for row in rows]

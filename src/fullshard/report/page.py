@@ -20,8 +20,8 @@ def round_step(largest: float, most: int) -> int:
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
     """Write NAME.html of this folder with the words of NAME.yaml in ``lang`` and ``facts``; returns the path."""
     words = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))[lang]
-    text = _ENVIRONMENT.get_template(f"{name}.html").render(words=words, lang=lang, **facts)
-    (path := Path(path)).write_text(text, encoding="utf-8", errors="backslashreplace")
+    text = _ENVIRONMENT.get_template(f"{name}.html").render(words=words, lang=lang, **facts).strip()
+    (path := Path(path)).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     return path
 
 

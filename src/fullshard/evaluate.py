@@ -2,7 +2,6 @@
 the base before a run, with and without training rows in its prompt; base and tuned models after it."""
 
 import gc
-import importlib
 import math
 import re
 import runpy
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
+from importlib import import_module
 from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,9 @@ from fullshard.data.prepared import read_splits
 from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.errors import Blame, ConfigError, DataError
 from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
-from fullshard.model.fetch import fetch_model, with_model_folder
+from fullshard.model.fetch import with_model_folder
 from fullshard.model.load import MERGE_FACTS
-from fullshard.run_folder import read_json, read_metrics, require_run, write_json
+from fullshard.run_folder import read_json, read_metrics
 from fullshard.train.loss import LossModel, held_out_loss
 from fullshard.verdict import compare, say, words
 
@@ -38,6 +38,7 @@ NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
 Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
 RowLoss = tuple[int, str, float, int]  # place in the data, origin, nats, supervised tokens
+Scorer = Callable[[str, Row, str], float]  # of answer, row, expected
 SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
 
 
@@ -82,10 +83,6 @@ class EvalResult:
         made = {name: getattr(self, name) for name in ("num_answers", "num_correct", "exact_match", "perplexity")}
         return asdict(self) | made | {"base": self.base and self.base.to_json()}
 
-    def to_text(self) -> str:
-        """The lines to print: the figures of the model, below those of the base where there is one."""
-        return say("results", results=[self.base, self][self.base is None :], left_out=self.left_out)
-
 
 @dataclass(frozen=True)
 class Judgement:
@@ -107,30 +104,6 @@ class Judgement:
         return say("judgement", **vars(self), left_out=left_out)
 
 
-@dataclass(frozen=True)
-class Task:
-    """The rows on which models are judged, and how."""
-
-    rows: list[Row]
-    section: DataSection
-    max_new_tokens: int | None = None
-    batch_size: int = 16
-    progress: Progress = lambda what, done, total: None
-    general: Sequence[Row] = ()
-    scorer: Callable[[str, Row, str], float] | None = None  # of answer, row, expected
-
-    def measure(self, model: str | Path | Answerer, name: str) -> EvalResult:
-        """What ``model`` achieves."""
-        gc.collect()  # the weights of a model measured before go first
-        answerer = load_for_inference(model, self.section.template_arguments)
-        place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
-        found = _measure_loss(answerer, self.rows, self, "loss") | {"model": place, "name": name}
-        if self.general:
-            found["general"] = EvalResult(place, **_measure_loss(answerer, self.general, self, "general loss"))
-        answers, skipped = _answers(answerer, self)
-        return EvalResult(**found | {"answers": tuple(answers), "left_out": (*found["left_out"], *skipped)})
-
-
 def evaluate_run(
     model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, **options: Any
 ) -> EvalResult:
@@ -142,21 +115,19 @@ def evaluate_run(
 def judge_models(
     models: Sequence[str | Path | Answerer], data: str | Path | None = None, base: str | Path | Answerer | None = None,
     general: str | Path | None = None, scorer: str | None = None, by: str | None = None,
-    suite: Sequence[str] | None = None, limit: int | None = None, max_new_tokens: int | None = None,
-    batch_size: int = 16, progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
+    suite: Sequence[str] | None = None, limit: int | None = None, template_arguments: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None, **options: Any,
 ) -> Judgement:  # fmt: skip
-    """Compare models with their base and each other on the same rows. A run folder stands for its merged model, brings
-    its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
-    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: the measure
-    that judges (verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``max_new_tokens``:
-    default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section that say how rows are
-    read; default those of the first model's run, where ``template_arguments`` go before. Raises DataError where no row
-    can be used, ModelError, ConfigError."""
+    """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings its
+    base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss shows
+    forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: what judges (of
+    verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``settings``: keys of the recipe's
+    data section; default those of the first model's run; ``template_arguments`` go before. ``options``: of ``_measure``.
+    Raises DataError where no row can be used, ModelError, ConfigError."""
     places, runs = list(models), []
     for index, model in enumerate(models):
         if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
-            runs.append(require_run(Path(model)))
+            runs.append(run_folder.require_run(Path(model)))
             places[index] = (runs[-1] / run_folder.MERGED).resolve()
             if not places[index].is_dir():
                 raise ConfigError(f"{model} is not merged yet.", f"First: fullshard merge {model}")
@@ -168,49 +139,71 @@ def judge_models(
         problem = "There is nothing to compare with, so nothing to judge by." if data else "There are no held-out rows."
         raise ConfigError(problem, f"Name it: {'--base MODEL' if data else '--data FILE'}")
     with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
-        harness = importlib.import_module("lm_eval") if suite else None
+        harness = import_module("lm_eval") if suite else None
     settings = _facts_of(places[0]).get("settings", {}) if settings is None else settings
     section = _section(str(data), settings, template_arguments)
-    options = section, max_new_tokens, batch_size, progress or Task.progress
-    beside = _section(str(general), {"template_arguments": section.template_arguments}) if general else None
-    score = _load_scorer(scorer, str(data), section.source) if scorer else None
-    task = Task(_read(section, limit), *options, _read(beside, None) if beside else (), score)
+    if general:
+        options["general"] = _read(_section(str(general), {"template_arguments": section.template_arguments}), None)
+    rows, score = _read(section, limit), _load_scorer(scorer, str(data), section.source) if scorer else None
+    if base is not None:
+        places.insert(0, base)
     names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
-    results = [task.measure(*pair) for pair in zip([base] * (base is not None) + places, names, strict=True)]
-    hours = {name: _device_hours(place) for name, place in zip(names[::-1], places[::-1], strict=False)}
-    pairs = combinations(results, 2)
-    found = [compare(one, other, by, hours[other.name] if one.name == "base" else None) for one, other in pairs]
-    kept = {result.name: _run_harness(harness, result.model, suite, limit) for result in results if suite}
+    results = [_measure(*pair, rows, section, score, **options) for pair in zip(places, names, strict=True)]
+    hours, found = dict(zip(names, map(_device_hours, places), strict=True)), []
+    for one, other in combinations(results, 2):
+        found.append(compare(one, other, by, hours[other.name] if one.name == "base" else None))
+    kept: dict[str, Any] = {}
+    with Blame(ConfigError, f"lm-eval cannot run {', '.join(suite or ())}", "All its tasks: lm-eval ls tasks"):
+        for result in results if suite else ():
+            told = {"model": "hf", "model_args": {"pretrained": result.model}, "tasks": list(suite), "limit": limit}
+            kept[result.name] = harness.simple_evaluate(**told)["results"]
     judgement = Judgement(str(data), tuple(results), tuple(found), scorer, kept)
     for run in runs:
-        write_json(run / run_folder.EVAL, judgement.to_json())
+        run_folder.write_json(run / run_folder.EVAL, judgement.to_json())
     return judgement
 
 
 def judge_recipe(
-    config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None,
-    max_new_tokens: int | None = None, batch_size: int = 16, progress: Progress | None = None,
-) -> Judgement:  # fmt: skip
+    config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None, **options: Any
+) -> Judgement:
     """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what there is to gain,
-    and the smallest difference that so many rows can show. Nothing is trained. Takes and raises as judge_models."""
-    section = config.data
+    and the smallest difference that so many rows show. Nothing is trained. Takes and raises as judge_models."""
+    section, examples, rows = config.data, [], []
     if section.eval is None:
         raise ConfigError("The recipe sets no held-out rows apart.", "Set data.eval=0.1 (a share), or a file.")
-    rows: dict[str, list[Row]] = {"train": [], "eval": []}
     for split, row in read_splits(config, {"train": Account(), "eval": Account()}):
-        is_example = row.messages and row.messages[-1]["role"] == "assistant" and not row.tools
-        if split == "eval" or (is_example and len(rows["train"]) < NUM_EXAMPLES):
-            rows[split].append(row)
+        if split == "eval":
+            rows.append(row)
+        elif len(examples) < NUM_EXAMPLES and _has_answer(row) and not row.tools:
+            examples.append(row)
     data = section.eval if isinstance(section.eval, str) else config.train_files[0].path
     score = _load_scorer(scorer, data, section.source) if scorer else None
-    task = Task(rows["eval"][:limit], section, max_new_tokens, batch_size, progress or Task.progress, (), score)
     answerer = load_for_inference(with_model_folder(config).model.path, section.template_arguments)
-    results = [task.measure(answerer, "base")]
-    if rows["train"] and task.rows[0].messages:
-        told = replace(task, rows=[_with_examples(row, rows["train"]) for row in task.rows])
-        results.append(told.measure(answerer, f"base with {len(rows['train'])} training rows in its prompt"))
-    found = compare(results[0], results[-1], by, text="before")
-    return Judgement(data, tuple(results), (found,), scorer)
+    results = [_measure(answerer, "base", rows[:limit], section, score, **options)]
+    if examples and rows[0].messages:
+        told = [_with_examples(row, examples) for row in rows[:limit]]
+        name = f"base with {len(examples)} training rows in its prompt"
+        results.append(_measure(answerer, name, told, section, score, **options))
+    return Judgement(data, tuple(results), (compare(results[0], results[-1], by, text="before"),), scorer)
+
+
+def _measure(
+    model: str | Path | Answerer, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
+    general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Progress | None = None,
+) -> EvalResult:  # fmt: skip
+    """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more."""
+    gc.collect()  # the weights of a model measured before go first
+    say_done = progress or (lambda what, done, total: None)
+    answerer = load_for_inference(model, section.template_arguments)
+    place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
+    found = _measure_loss(answerer, rows, section, partial(say_done, "loss"))
+    beside = general and EvalResult(
+        place, **_measure_loss(answerer, general, section, partial(say_done, "general loss"))
+    )
+    options = {"batch_size": batch_size, "progress": partial(say_done, "answers")}
+    answers, skipped = _answers(answerer, rows, max_new_tokens, score, options)
+    found |= {"answers": tuple(answers), "left_out": (*found["left_out"], *skipped), "general": beside or None}
+    return EvalResult(place, name=name, **found)
 
 
 def extract_number(text: str) -> Fraction | None:
@@ -250,13 +243,15 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
     return replace(row, messages=[*row.messages[:start], *told, *row.messages[start:]])
 
 
-def _measure_loss(answerer: Answerer, rows: Sequence[Row], task: Task, what: str) -> dict[str, Any]:
+def _measure_loss(
+    answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
     """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
     limit, model, device = answerer.max_positions or NO_LIMIT, LossModel(answerer.model), answerer.model.device
-    renderer = Renderer(answerer.tokenizer, task.section.loss_on, answerer.renderer.arguments)
+    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
     losses, left_out = [], []
     for place, row in enumerate(rows):
-        task.progress(what, place, len(rows))
+        progress(place, len(rows))
         used = []
         for part in renderer.row(row):
             if len(part.ids) > limit:
@@ -277,15 +272,20 @@ def _measure_loss(answerer: Answerer, rows: Sequence[Row], task: Task, what: str
     return found | {"row_losses": tuple(losses), "left_out": tuple(left_out)}
 
 
-def _answers(answerer: Answerer, task: Task) -> tuple[list[Answer], list[str]]:
+def _has_answer(row: Row) -> bool:
+    return len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"
+
+
+def _answers(
+    answerer: Answerer, rows: list[Row], most: int | None, score: Scorer | None, options: Any
+) -> tuple[list[Answer], list[str]]:
     """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
     tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
-    conversations = [(place, row) for place, row in enumerate(task.rows) if len(row.messages or ()) > 1]
-    asked = [(place, row) for place, row in conversations if row.messages[-1]["role"] == "assistant"]
+    asked = [(place, row) for place, row in enumerate(rows) if _has_answer(row)]
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
-    most = task.max_new_tokens or max(map(len, taught)) + SPARE_TOKENS
+    most = most or max(map(len, taught)) + SPARE_TOKENS
     limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
     for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
@@ -294,7 +294,6 @@ def _answers(answerer: Answerer, task: Task) -> tuple[list[Answer], list[str]]:
         else:
             fitting.append((place, row, wanted))
             prompts.append(ids)
-    options = {"batch_size": task.batch_size, "progress": partial(task.progress, "answers")}
     generated = generate_ids(answerer, prompts, most, **options)
     answers, decode = [], partial(answerer.tokenizer.decode, skip_special_tokens=True)
     refusal = re.compile("|".join(words("en")["refusals"] + words("zh")["refusals"]), re.IGNORECASE)
@@ -302,12 +301,10 @@ def _answers(answerer: Answerer, task: Task) -> tuple[list[Answer], list[str]]:
         last, answer = row.messages[-1], decode(ids).strip()
         expected = (decode(wanted) if last.get("tool_calls") else last["content"]).strip()
         said, right = _conclusion(answer), _conclusion(expected)
-        has_number = "####" in right or NUMBER.fullmatch(right)
-        answers.append(Answer(
-            place, row.origin, row.messages[-2]["content"], expected, answer, tokens=len(ids), correct=said == right,
-            number=extract_number(said) == extract_number(right) if has_number else None,
-            refused=bool(refusal.match(said)), score=task.scorer(answer, row, expected) if task.scorer else None,
-        ))  # fmt: skip
+        number = extract_number(right) if "####" in right or NUMBER.fullmatch(right) else None
+        judged = said == right, None if number is None else extract_number(said) == number, bool(refusal.match(said))
+        judged += (score(answer, row, expected) if score else None,)
+        answers.append(Answer(place, row.origin, row.messages[-2]["content"], expected, answer, len(ids), *judged))
     return answers, left_out
 
 
@@ -315,7 +312,7 @@ def _conclusion(answer: str) -> str:
     return answer.rpartition("</think>")[2].strip()
 
 
-def _load_scorer(path: str, data: str, source: str) -> Callable[[str, Row, str], float]:
+def _load_scorer(path: str, data: str, source: str) -> Scorer:
     """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
     origin, messages, prompt and expected where that has no such keys."""
     with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
@@ -341,12 +338,3 @@ def _device_hours(model: str | Path | Answerer) -> float | None:
     run = Path(_facts_of(model).get("run", ""))
     seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")
     return seconds * read_json(run / run_folder.PLAN)["ranks"] / 3600 if seconds else None
-
-
-def _run_harness(harness: Any, model: str, tasks: Sequence[str], limit: int | None) -> dict[str, dict[str, float]]:
-    arguments = {"pretrained": str(fetch_model(model))}
-    with Blame(ConfigError, f"lm-eval cannot run {', '.join(tasks)}", "All its tasks: lm-eval ls tasks"):
-        made = harness.simple_evaluate(model="hf", model_args=arguments, tasks=list(tasks), limit=limit)["results"]
-    return {
-        task: {key: value for key, value in found.items() if isinstance(value, float)} for task, found in made.items()
-    }

@@ -17,6 +17,7 @@ POWER_FACTOR = 2.802  # 1.960 + 0.842: what a test at 5% sees in 80% of all case
 LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below EVIDENCE, 2 x 0.5 ** 5 is not
 FORGETTING = 0.05  # a rise of the general loss by this share is one to mend
 RARE = 0.05  # exact match is no measure where neither model is right in this share of rows
+ANSWERS = ("tokens", "refused")  # summed over answers
 MEASURES = {"score": "score", "number": "number", "exact": "correct", "loss": ""}  # the first that fits judges
 
 
@@ -43,8 +44,7 @@ def compare(
     difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
     forgets, none, worse) and ``text``: in words (key of verdict.yaml). ``hours``: of devices, to train ``after``."""
     said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
-    rows = [row for row in said[0] if row in said[1]]
-    measures = {}
+    rows, measures = [row for row in said[0] if row in said[1]], {}
     for name, key in list(MEASURES.items())[:-1]:
         values = [(said[0][row].origin, *(getattr(each[row], key) for each in said), 1) for row in rows]
         if known := [each for each in values if each[1] is not None]:
@@ -54,22 +54,18 @@ def compare(
         raise ConfigError(f"--by {by}: these rows have {', '.join(measures)}.", "Take one of them, or leave it out.")
     rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < RARE
     measure = by or next(name for name in measures if name != "exact" or not rare)
-    judged, sign = measures[measure], -1 if measure == "loss" else 1
+    found, sign = measures[measure], -1 if measure == "loss" else 1
     general = _losses(before.general, after.general) if before.general and after.general else None
-    is_clear = judged["p"] <= EVIDENCE and (judged["low"] > 0 or judged["high"] < 0)
-    verdict = "none" if not is_clear else "keep" if sign * judged["difference"] > 0 else "worse"
-    if verdict == "keep" and general and general["low"] > 0 and general["share"] >= FORGETTING:
-        verdict = "forgets"
-    answers: dict[str, Any] = {"rows": len(rows)}
-    for key in ("tokens", "refused"):
-        answers[key] = [float(sum(getattr(each[row], key) for row in rows)) for each in said]
-    least = 0.0 if measure == "loss" else LEAST_ROWS / judged["rows"]
-    smallest = max(least, POWER_FACTOR * judged["spread"] / judged["rows"] ** 0.5)
-    found = judged | {
+    verdict, forgets = "none", general and general["low"] > 0 and general["share"] >= FORGETTING
+    if found["p"] <= EVIDENCE and (found["low"] > 0 or found["high"] < 0):
+        verdict = "worse" if sign * found["difference"] < 0 else "forgets" if forgets else "keep"
+    least = max(LEAST_ROWS / found["rows"] * (measure != "loss"), POWER_FACTOR * found["spread"] / found["rows"] ** 0.5)
+    totals = {key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in ANSWERS}
+    found = found | {
         "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
-        "smallest": smallest if judged["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
-        "measures": measures, "general": general, "answers": answers, "device_hours": hours,
-        "gain_per_device_hour": sign * judged["difference"] / hours if hours else None,
+        "smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
+        "measures": measures, "general": general, "answers": {"rows": len(rows), **totals}, "device_hours": hours,
+        "gain_per_device_hour": sign * found["difference"] / hours if hours else None,
     }  # fmt: skip
     return found | {"text": say(text or verdict, **found)}
 

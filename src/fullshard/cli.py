@@ -136,13 +136,12 @@ def _eval(models: list[str], data: str | None, show: int, json_output: bool, **o
     _print_result(result, json_output)
 
 
-def _report(place: str, overrides: list[str] | None, json_output: bool, **options: Any) -> None:
+def _report(place: str, overrides: list[str] | None, **options: Any) -> None:
     if Path(place).is_dir():
-        found = fullshard.write_run_report(place, **options)
-    else:
-        config = fullshard.load_config(place, overrides or ())
-        found = fullshard.write_recipe_report(config, fullshard.judge_recipe(config), **options)
-    _print_json(found) if json_output else print(*found["text"], f"Page: {found['page']}", sep="\n")
+        return print(f"Page: {fullshard.write_run_report(place, **options)}")
+    config = fullshard.load_config(place, overrides or ())
+    found = fullshard.write_recipe_report(config, fullshard.judge_recipe(config), **options)
+    print(found["decision"].replace("_", " ").capitalize(), *found["reasons"], f"Page: {found['page']}", sep="\n")
 
 
 def _prepare(recipe: str, overrides: list[str] | None, output: str | None, json_output: bool, **made: Any) -> None:

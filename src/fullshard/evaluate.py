@@ -36,7 +36,6 @@ NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
-Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
 RowLoss = tuple[int, str, float, int]  # place in the data, origin, nats, supervised tokens
 Scorer = Callable[[str, Row, str], float]  # of answer, row, expected
 SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
@@ -118,12 +117,12 @@ def judge_models(
     suite: Sequence[str] | None = None, limit: int | None = None, template_arguments: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None, **options: Any,
 ) -> Judgement:  # fmt: skip
-    """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings its
-    base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss shows
-    forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: what judges (of
-    verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``settings``: keys of the recipe's
-    data section; default those of the first model's run; ``template_arguments`` go before. ``options``: of ``_measure``.
-    Raises DataError where no row can be used, ModelError, ConfigError."""
+    """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings
+    its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
+    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: what judges
+    (of verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``settings``: keys of the
+    recipe's data section; default those of the first model's run; ``template_arguments`` go before. ``options``: of
+    ``_measure``. Raises DataError where no row can be used, ModelError, ConfigError."""
     places, runs = list(models), []
     for index, model in enumerate(models):
         if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
@@ -144,7 +143,7 @@ def judge_models(
     section = _section(str(data), settings, template_arguments)
     if general:
         options["general"] = _read(_section(str(general), {"template_arguments": section.template_arguments}), None)
-    rows, score = _read(section, limit), _load_scorer(scorer, str(data), section.source) if scorer else None
+    rows, score = _read(section, limit), scorer and _load_scorer(scorer, str(data), section.source)
     if base is not None:
         places.insert(0, base)
     names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
@@ -166,7 +165,7 @@ def judge_models(
 def judge_recipe(
     config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None, **options: Any
 ) -> Judgement:
-    """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what there is to gain,
+    """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what is to be gained,
     and the smallest difference that so many rows show. Nothing is trained. Takes and raises as judge_models."""
     section, examples, rows = config.data, [], []
     if section.eval is None:
@@ -177,7 +176,7 @@ def judge_recipe(
         elif len(examples) < NUM_EXAMPLES and _has_answer(row) and not row.tools:
             examples.append(row)
     data = section.eval if isinstance(section.eval, str) else config.train_files[0].path
-    score = _load_scorer(scorer, data, section.source) if scorer else None
+    score = scorer and _load_scorer(scorer, data, section.source)
     answerer = load_for_inference(with_model_folder(config).model.path, section.template_arguments)
     results = [_measure(answerer, "base", rows[:limit], section, score, **options)]
     if examples and rows[0].messages:
@@ -189,20 +188,24 @@ def judge_recipe(
 
 def _measure(
     model: str | Path | Answerer, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
-    general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Progress | None = None,
+    general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Any = None,
 ) -> EvalResult:  # fmt: skip
-    """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more."""
+    """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``progress``:
+    called with what is being done, rows done and rows in all."""
     gc.collect()  # the weights of a model measured before go first
     say_done = progress or (lambda what, done, total: None)
     answerer = load_for_inference(model, section.template_arguments)
     place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
     found = _measure_loss(answerer, rows, section, partial(say_done, "loss"))
-    beside = general and EvalResult(
-        place, **_measure_loss(answerer, general, section, partial(say_done, "general loss"))
-    )
+    if general:
+        beside = EvalResult(place, **_measure_loss(answerer, general, section, partial(say_done, "general loss")))
     options = {"batch_size": batch_size, "progress": partial(say_done, "answers")}
     answers, skipped = _answers(answerer, rows, max_new_tokens, score, options)
-    found |= {"answers": tuple(answers), "left_out": (*found["left_out"], *skipped), "general": beside or None}
+    found |= {
+        "answers": tuple(answers),
+        "left_out": (*found["left_out"], *skipped),
+        "general": beside if general else None,
+    }
     return EvalResult(place, name=name, **found)
 
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fullshard.errors import ConfigError
 
+Facts = dict[str, Any]
 DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
 EVIDENCE = 0.05  # a difference this likely by chance, or less, is one
 POWER_FACTOR = 2.802  # 1.960 + 0.842: what a test at 5% sees in 80% of all cases, in standard errors
@@ -36,9 +37,7 @@ def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple
     return float(low), float(high), float((1 + as_far.sum()) / (1 + DRAWS))
 
 
-def compare(
-    before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = ""
-) -> dict[str, Any]:
+def compare(before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = "") -> Facts:
     """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
     judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
     difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
@@ -70,7 +69,7 @@ def compare(
     return found | {"text": say(text or verdict, **found)}
 
 
-def _losses(before: Any, after: Any) -> dict[str, Any]:
+def _losses(before: Any, after: Any) -> Facts:
     """Per token of ``before``: a tokenizer with other tokens changes the count, not the nats of a row."""
     known = {row: (nats, tokens) for row, _, nats, tokens in after.row_losses}
     pairs = [(*each, *known[each[0]]) for each in before.row_losses if each[0] in known]
@@ -79,7 +78,7 @@ def _losses(before: Any, after: Any) -> dict[str, Any]:
     return found | {"share": found["difference"] / max(found["before"], 1e-12), "same_tokens": same}
 
 
-def _paired(rows: list[tuple[str, float, float, int]], sign: int = 1) -> dict[str, Any]:
+def _paired(rows: list[tuple[str, float, float, int]], sign: int = 1) -> Facts:
     """Of (origin, before, after, weight) a row; ``sign`` -1 where less is better. before, after, difference: weighted
     means; low, high, p: paired_test; rows; better and worse: the origins; ``spread``: of one row's difference."""
     before, after, sizes = (np.array([row[place] for row in rows], dtype=np.float64) for place in (1, 2, 3))
@@ -93,7 +92,7 @@ def _paired(rows: list[tuple[str, float, float, int]], sign: int = 1) -> dict[st
     return {key: float(value) for key, value in means.items()} | found
 
 
-def decide(before: dict[str, Any], data: dict[str, Any], problem: str = "", lang: str = "en") -> tuple[str, list[str]]:
+def decide(before: Facts, data: Facts, problem: str = "", lang: str = "en") -> tuple[str, list[str]]:
     """Whether to train, by the rules of verdict.yaml: a decision (train, not_yet, mend) and its reasons in words.
     ``before``: of ``compare``, the base as it is and with rows in its prompt; ``data``: an audited data.json;
     ``problem``: why there is no plan."""

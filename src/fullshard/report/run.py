@@ -13,32 +13,27 @@ from fullshard.report.data import audit_data, audit_prepared, audit_tables
 from fullshard.report.page import write_page
 from fullshard.report.plan import plan_figures
 from fullshard.run_folder import MERGED, PREPARED, RECIPE, REPORT, read_json, read_metrics, require_run
-from fullshard.verdict import decide, say, words
+from fullshard.verdict import decide
+
+Place = str | Path | None
 
 
-def write_run_report(run: str | Path, output: str | Path | None = None, lang: str = "en") -> dict[str, Any]:
-    """Write the page of a run (default RUN/report.html); what it does not have yet is named with the command that makes
-    it. Returns ``page``, ``verdict`` (None: not judged) and ``text`` (lines to print). ConfigError: no run folder."""
+def write_run_report(run: str | Path, output: Place = None, lang: str = "en") -> Path:
+    """Write the page of a run (default RUN/report.html) and return its path. What the run does not have yet is named
+    with the command that makes it. ConfigError: no run folder."""
     run, names = require_run(Path(run)), ("config", "plan", "environment", "data", "eval", "result")
     facts: dict[str, Any] = {name: read_json(run / f"{name}.json", optional=True) for name in names}
     facts["merged"] = read_json(run / MERGED / MERGE_FACTS, optional=True)
     facts["recipe"] = (run / RECIPE).read_text(encoding="utf-8", errors="backslashreplace")
     has_data = facts["data"] and (run / PREPARED).is_dir()
-    tables = audit_tables(audit_prepared(facts["data"], run / PREPARED), lang, limit=5) if has_data else []
-    own = [one for one in facts["eval"].get("results", []) if one["model"] == str((run / MERGED).resolve())]
-    pairs = {(one["before_name"], one["after_name"]): one for one in facts["eval"].get("comparisons", [])}
-    found = pairs.get(("base", own[0]["name"])) if own else None
-    text = [say(found["verdict"], lang, **found)] if found else []
-    facts |= {"run": run, "records": read_metrics(run), "tables": tables, "found": found, "text": text}
-    page = write_page("run", output or run / REPORT, lang, **facts)
-    return {"page": str(page), "verdict": found and found["verdict"], "text": text}
+    facts["tables"] = audit_tables(audit_prepared(facts["data"], run / PREPARED), lang, limit=5) if has_data else []
+    facts |= {"run": run, "records": read_metrics(run), "merged_path": str((run / MERGED).resolve())}
+    return write_page("run", output or run / REPORT, lang, **facts)
 
 
-def write_recipe_report(
-    config: RunConfig, judged: Any, output: str | Path | None = None, lang: str = "en"
-) -> dict[str, Any]:
-    """Write the page of a recipe that has not run (default report.html): whether to train, by the Judgement ``judged`` of
-    its base, its plan and its data audit. Returns ``page``, ``decision`` (train, not_yet, mend) and ``text``."""
+def write_recipe_report(config: RunConfig, judged: Any, output: Place = None, lang: str = "en") -> dict[str, Any]:
+    """Write the page of a recipe that has not run (default report.html): whether to train, by the Judgement ``judged``
+    of its base, its plan and its data audit. Returns ``page``, ``decision`` (train, not_yet, mend) and ``reasons``."""
     with TemporaryDirectory() as folder:
         data = audit_data(config, Path(folder) / "prepared", Path(folder) / "audit.html", lang)
     figures, problem, (found,) = [], "", judged.comparisons
@@ -50,5 +45,4 @@ def write_recipe_report(
     facts = {"decision": decision, "reasons": reasons, "found": found, "figures": figures, "problem": problem}
     facts |= {"results": judged.results, "tables": audit_tables(data, lang, limit=5)}
     page = write_page("before", output or REPORT, lang, **facts)
-    text = [f"{words(lang)['decisions'][decision]}:", *reasons, say("before", lang, **found)]
-    return {"page": str(page), "decision": decision, "text": text}
+    return {"page": str(page), "decision": decision, "reasons": reasons}

@@ -36,6 +36,7 @@ NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
+Model = str | Path | Answerer
 RowLoss = tuple[int, str, float, int]  # place in the data, origin, nats, supervised tokens
 Scorer = Callable[[str, Row, str], float]  # of answer, row, expected
 SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
@@ -103,19 +104,16 @@ class Judgement:
         return say("judgement", **vars(self), left_out=left_out)
 
 
-def evaluate_run(
-    model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, **options: Any
-) -> EvalResult:
+def evaluate_run(model: Model, data: str | Path, base: Model | None = None, **options: Any) -> EvalResult:
     """Evaluate one model on a data file, and ``base`` on the same rows. Takes and raises what judge_models does."""
     results = judge_models([model], data, base, **options).results
     return replace(results[-1], base=results[0] if results[1:] else None)
 
 
 def judge_models(
-    models: Sequence[str | Path | Answerer], data: str | Path | None = None, base: str | Path | Answerer | None = None,
-    general: str | Path | None = None, scorer: str | None = None, by: str | None = None,
-    suite: Sequence[str] | None = None, limit: int | None = None, template_arguments: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None, **options: Any,
+    models: Sequence[Model], data: str | Path | None = None, base: Model | None = None, general: str | None = None,
+    scorer: str | None = None, by: str | None = None, suite: Sequence[str] | None = None, limit: int | None = None,
+    template_arguments: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **options: Any,
 ) -> Judgement:  # fmt: skip
     """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings
     its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
@@ -173,8 +171,8 @@ def judge_recipe(
     for split, row in read_splits(config, {"train": Account(), "eval": Account()}):
         if split == "eval":
             rows.append(row)
-        elif len(examples) < NUM_EXAMPLES and _has_answer(row) and not row.tools:
-            examples.append(row)
+        elif len(examples) < NUM_EXAMPLES and not row.tools and row.messages:
+            examples += [row] * (row.messages[-1]["role"] == "assistant")
     data = section.eval if isinstance(section.eval, str) else config.train_files[0].path
     score = scorer and _load_scorer(scorer, data, section.source)
     answerer = load_for_inference(with_model_folder(config).model.path, section.template_arguments)
@@ -187,7 +185,7 @@ def judge_recipe(
 
 
 def _measure(
-    model: str | Path | Answerer, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
+    model: Model, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
     general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Any = None,
 ) -> EvalResult:  # fmt: skip
     """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``progress``:
@@ -198,15 +196,11 @@ def _measure(
     place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
     found = _measure_loss(answerer, rows, section, partial(say_done, "loss"))
     if general:
-        beside = EvalResult(place, **_measure_loss(answerer, general, section, partial(say_done, "general loss")))
+        found["general"] = EvalResult(place, **_measure_loss(answerer, general, section, partial(say_done, "general")))
     options = {"batch_size": batch_size, "progress": partial(say_done, "answers")}
     answers, skipped = _answers(answerer, rows, max_new_tokens, score, options)
-    found |= {
-        "answers": tuple(answers),
-        "left_out": (*found["left_out"], *skipped),
-        "general": beside if general else None,
-    }
-    return EvalResult(place, name=name, **found)
+    found["left_out"] += tuple(skipped)
+    return EvalResult(place, name=name, answers=tuple(answers), **found)
 
 
 def extract_number(text: str) -> Fraction | None:
@@ -216,7 +210,7 @@ def extract_number(text: str) -> Fraction | None:
     return Fraction(found[-1].replace(",", "")) if found else None
 
 
-def _facts_of(model: str | Path | Answerer) -> dict[str, Any]:
+def _facts_of(model: Model) -> dict[str, Any]:
     """What the merge says of a folder."""
     return {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
 
@@ -275,16 +269,13 @@ def _measure_loss(
     return found | {"row_losses": tuple(losses), "left_out": tuple(left_out)}
 
 
-def _has_answer(row: Row) -> bool:
-    return len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"
-
-
 def _answers(
     answerer: Answerer, rows: list[Row], most: int | None, score: Scorer | None, options: Any
 ) -> tuple[list[Answer], list[str]]:
     """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
     tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
-    asked = [(place, row) for place, row in enumerate(rows) if _has_answer(row)]
+    several = [(place, row) for place, row in enumerate(rows) if len(row.messages or ()) > 1]
+    asked = [(place, row) for place, row in several if row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
@@ -317,7 +308,7 @@ def _conclusion(answer: str) -> str:
 
 def _load_scorer(path: str, data: str, source: str) -> Scorer:
     """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
-    origin, messages, prompt and expected where that has no such keys."""
+    messages, prompt and expected where that has no such keys."""
     with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
         score = runpy.run_path(path)["score"]
     records: dict[str, list[Any]] = defaultdict(list)
@@ -326,17 +317,17 @@ def _load_scorer(path: str, data: str, source: str) -> Scorer:
             records[f"{label}:{number}"].append(record)
 
     def judge(answer: str, row: Row, expected: str) -> float:
-        known = {"origin": row.origin, "messages": row.messages, "prompt": row.messages[-2]["content"]}
+        known = {"messages": row.messages, "prompt": row.messages[-2]["content"], "expected": expected}
         own = records[row.origin][0] if len(records[row.origin]) == 1 else {}
         with Blame(ConfigError, f"{path}: score fails at the answer to {row.origin}", SCORER_HINT):
-            if not math.isfinite(value := float(score(answer, known | {"expected": expected} | own))):
+            if not math.isfinite(value := float(score(answer, known | own))):
                 raise ValueError(f"it is {value}")
         return value
 
     return judge
 
 
-def _device_hours(model: str | Path | Answerer) -> float | None:
+def _device_hours(model: Model) -> float | None:
     """What the run behind a merged folder took, by its metrics; None where it is not here."""
     run = Path(_facts_of(model).get("run", ""))
     seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")

@@ -14,7 +14,7 @@ from fullshard.model.fetch import with_model_folder
 from fullshard.report.page import round_step, write_page
 from fullshard.run_folder import DATA, write_json
 
-NAMED, BINS, EXAMPLES, SHOWN = 100, 12, 10, 1200  # pairs of a kind, bins of a histogram, rows on the page, their tokens
+NAMED, BINS = 100, 12  # pairs of a kind, bins of a histogram
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
 
 
@@ -24,9 +24,9 @@ def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lan
     one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises as prepare."""
     result = audit_prepared(prepare(config, folder := Path(folder)), folder)
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-    facts = {"train": (train := open_prepared(folder, "train")), "tokenizer": tokenizer, "examples": _examples(train)}
-    facts |= {"tables": audit_tables(result, lang), "audit": result["audit"]}
-    write_page("data", page_path, lang, threshold=THRESHOLD, limit=NAMED, shown=SHOWN, **facts)
+    facts = {"train": open_prepared(folder, "train"), "tokenizer": tokenizer, "audit": result["audit"]}
+    facts |= {"tables": audit_tables(result, lang), "threshold": THRESHOLD, "limit": NAMED}
+    write_page("data", page_path, lang, **facts)
     write_json(folder / DATA, result)
     return result
 
@@ -92,12 +92,3 @@ def _histogram(values: np.ndarray) -> dict[str, int]:
     first = int(values.min()) // step
     bins = enumerate(np.bincount(values // step - first).tolist(), first)
     return {f"{place * step}–{place * step + step - 1}" if step > 1 else f"{place}": count for place, count in bins}
-
-
-def _examples(train: PreparedData) -> list[tuple[int, int, int]]:
-    """Ten training rows with their tokens and supervised ones: the longest, the shortest, others spread evenly."""
-    ends = list({int(train.lengths.argmax()): 0, int(train.lengths.argmin()): 0})
-    others = np.delete(np.arange(len(train)), ends)
-    spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)
-    rows = ends + others[spread].tolist()
-    return [(row, int(train.lengths[row]), int(train.row(row)[1].sum())) for row in rows]

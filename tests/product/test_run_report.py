@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -167,10 +168,7 @@ def test_charts_of_any_values(values):
     chart = lines([("a", list(enumerate(values)), False)], "step", "y")
     numbers = [float(text.replace(",", "")) for text in re.findall(r'<text class="end"[^>]*>([^<]*)</text>', chart)]
     assert 2 <= len(numbers) <= 8 and numbers[0] <= min(values) and numbers[-1] >= max(values)
-    steps = {
-        round((second - first) / (numbers[1] - numbers[0]), 3)
-        for first, second in zip(numbers, numbers[1:], strict=False)
-    }
+    steps = {round((second - first) / (numbers[1] - numbers[0]), 3) for first, second in pairwise(numbers)}
     assert steps == {1.0}
 
 

@@ -215,7 +215,7 @@ def test_a_users_scorer(folders, data, tmp_path):
         ("def score(:\n", "cannot be run"),
     ):
         scorer.write_text(text)
-        with pytest.raises(ConfigError, match="mine.py") as caught:
+        with pytest.raises(ConfigError, match=r"mine\.py") as caught:
             judge_models([folders[0]], data, scorer=str(scorer), max_new_tokens=4)
         assert problem in caught.value.message and "def score" in caught.value.hint
     with pytest.raises(ConfigError, match=r"none.py cannot be run: No such file"):
@@ -295,7 +295,7 @@ def test_the_base_before_a_run(folders, data, tmp_path):
     train = tmp_path / "train.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word}]}
-        for word in "red blue sun moon sky".split()
+        for word in ["red", "blue", "sun", "moon", "sky"]
     ]
     train.write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = {"train": str(train), "eval": str(data), "max_length": 64}

@@ -86,7 +86,7 @@ def test_what_so_many_rows_can_show():
     size = float(np.mean(sizes))
     for _ in range(100):
         change = chance.normal(-2 * size, 1, 50)  # nats of a row of two tokens
-        low, high, p = paired_test(change, np.full(50, 2.0))
+        _, high, p = paired_test(change, np.full(50, 2.0))
         seen += p <= 0.05 and high < 0
     assert 65 <= seen <= 95
     few = compare(result("base", [None] * 5, [4.0] * 5), result("x", [None] * 5, [3.0] * 5))

@@ -100,8 +100,7 @@ class Judgement:
 
     def to_text(self) -> str:
         """The lines to print."""
-        left_out = list(dict.fromkeys(line for result in self.results for line in result.left_out))
-        return say("judgement", **vars(self), left_out=left_out)
+        return say("judgement", **vars(self))
 
 
 def evaluate_run(model: Model, data: str | Path, base: Model | None = None, **options: Any) -> EvalResult:
@@ -146,9 +145,8 @@ def judge_models(
         places.insert(0, base)
     names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
     results = [_measure(*pair, rows, section, score, **options) for pair in zip(places, names, strict=True)]
-    hours, found = dict(zip(names, map(_device_hours, places), strict=True)), []
-    for one, other in combinations(results, 2):
-        found.append(compare(one, other, by, hours[other.name] if one.name == "base" else None))
+    hours = dict(zip(names, map(_device_hours, places), strict=True)) | {"base": None}
+    found = [compare(*pair, by, pair[0].name == "base" and hours[pair[1].name]) for pair in combinations(results, 2)]
     kept: dict[str, Any] = {}
     with Blame(ConfigError, f"lm-eval cannot run {', '.join(suite or ())}", "All its tasks: lm-eval ls tasks"):
         for result in results if suite else ():
@@ -329,6 +327,6 @@ def _load_scorer(path: str, data: str, source: str) -> Scorer:
 
 def _device_hours(model: Model) -> float | None:
     """What the run behind a merged folder took, by its metrics; None where it is not here."""
-    run = Path(_facts_of(model).get("run", ""))
+    run = Path(_facts_of(model).get("run", "/nowhere"))
     seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")
     return seconds * read_json(run / run_folder.PLAN)["ranks"] / 3600 if seconds else None

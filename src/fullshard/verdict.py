@@ -64,7 +64,7 @@ def compare(before: Any, after: Any, by: str | None = None, hours: float | None 
     found = found | {
         "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
         "smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
-        "measures": measures, "general": general, "answers": {"rows": len(rows), **totals}, "device_hours": hours,
+        "measures": measures, "general": general, "answers": {"rows": len(rows), **totals}, "device_hours": hours or None,
         "gain_per_device_hour": sign * found["difference"] / hours if hours else None,
     }  # fmt: skip
     return found | {"text": say(text or verdict, **found)}

@@ -26,9 +26,8 @@ def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
 
 
 _FOLDER = Path(__file__).parent
-_ENVIRONMENT = Environment(
-    loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-)
+_SETTINGS = {"loader": FileSystemLoader(_FOLDER), "undefined": StrictUndefined, "trim_blocks": True}
+_ENVIRONMENT = Environment(autoescape=True, **_SETTINGS)
 _ENVIRONMENT.globals |= {"round_step": round_step, "amount": amount, "say": say, "verdict_words": words}
 _NAMES = ("page", "table", "bars", "lines", "marked", "timeline")
 _MACROS = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)

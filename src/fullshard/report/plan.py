@@ -15,10 +15,9 @@ WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en") -> Path:
     """Write the page of a plan; of a comparison, with its table and the recipe's own plan. Returns its path."""
     plan, say = found.own if isinstance(found, Comparison) else found, partial(_say, lang)
-    unit, size = ("GB", 1e9) if plan.peak_bytes > 5e9 else ("MB", 1e6)
     compared = [] if found is plan else [line for line in found.to_text().splitlines() if line]
-    facts = {"plan": plan, "say": say, "unit": unit, "size": size, "figures": plan_figures(plan, lang)}
-    facts |= {"compared": [[say(cell) for cell in re.split(" {2,}", line)] for line in compared]}
+    rows = [[say(cell) for cell in re.split(" {2,}", line)] for line in compared]
+    facts = {"plan": plan, "say": say, "figures": plan_figures(plan, lang), "compared": rows}
     return write_page("plan", path, lang, moments=EXPLAIN["moments"], **facts)
 
 

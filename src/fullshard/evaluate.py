@@ -329,4 +329,5 @@ def _device_hours(model: Model) -> float | None:
     """What the run behind a merged folder took, by its metrics; None where it is not here."""
     run = Path(_facts_of(model).get("run", "/nowhere"))
     seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")
-    return seconds * read_json(run / run_folder.PLAN)["ranks"] / 3600 if seconds else None
+    ranks = read_json(run / run_folder.PLAN, optional=True).get("ranks")
+    return seconds * ranks / 3600 if seconds and ranks else None

@@ -18,6 +18,7 @@ POWER_FACTOR = 2.802  # 1.960 + 0.842: what a test at 5% sees in 80% of all case
 LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below EVIDENCE, 2 x 0.5 ** 5 is not
 FORGETTING = 0.05  # a rise of the general loss by this share is one to mend
 RARE = 0.05  # exact match is no measure where neither model is right in this share of rows
+ANSWERS = ("tokens", "refused")  # summed over answers
 MEASURES = {"score": "score", "number": "number", "exact": "correct", "loss": ""}  # the first that fits judges
 
 
@@ -58,14 +59,12 @@ def compare(before: Any, after: Any, by: str | None = None, hours: float | None 
     if found["p"] <= EVIDENCE and (found["low"] > 0 or found["high"] < 0):
         verdict = "worse" if sign * found["difference"] < 0 else "forgets" if forgets else "keep"
     least = max(LEAST_ROWS / found["rows"] * (measure != "loss"), POWER_FACTOR * found["spread"] / found["rows"] ** 0.5)
-    totals = {
-        key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in ("tokens", "refused")
-    }
+    answers = {key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in ANSWERS}
     found = found | {
         "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
         "smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
-        "measures": measures, "general": general, "answers": {"rows": len(rows), **totals}, "device_hours": hours or None,
-        "gain_per_device_hour": sign * found["difference"] / hours if hours else None,
+        "measures": measures, "general": general, "answers": {"rows": len(rows), **answers},
+        "device_hours": hours or None, "gain_per_device_hour": sign * found["difference"] / hours if hours else None,
     }  # fmt: skip
     return found | {"text": say(text or verdict, **found)}
 

@@ -147,6 +147,7 @@ def test_the_measure_that_judges():
     loss = compare(result("base", [False] * 80, NATS), result("model", [False] * 80, LOWER))
     assert loss["measure"] == "loss" and loss["verdict"] == "keep" and "too rare" in loss["text"]
     assert loss["difference"] == pytest.approx((sum(LOWER) - sum(NATS)) / 160)
+    assert len(loss["better"]) == 80 and loss["worse"] == [] and loss["gain_per_device_hour"] is None
     first, second = (result(name, [row < 40 for row in rows], NATS, number=name == "m") for name in ("base", "m"))
     assert compare(first, second)["measure"] == "number" and compare(first, second)["verdict"] == "keep"
     assert compare(first, second, by="loss")["verdict"] == "none"

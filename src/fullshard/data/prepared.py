@@ -222,7 +222,7 @@ class _Preparation:
 
     def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
         """Read, render and write all rows that the journal does not know."""
-        rows = _read_rows(self.config, self.accounts)
+        rows = read_splits(self.config, self.accounts)
         num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
         deque(islice(rows, num_done), maxlen=0)
         due = 0.0
@@ -303,7 +303,7 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
     return {"rows": count, "places": places}
 
 
-def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
+def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
     """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
     if isinstance(share := config.data.eval, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
@@ -317,7 +317,7 @@ def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tupl
 def write_held_out(config: RunConfig, path: Path) -> None:
     """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them; not
     those that the template refuses."""
-    held = (row for split, row in _read_rows(config, {"train": Account()}) if split == "eval")
+    held = (row for split, row in read_splits(config, {"train": Account()}) if split == "eval")
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     renderer = BatchRenderer(
         chat.Renderer(tokenizer, config.data.loss_on, config.data.template_arguments), config.data.on_bad

@@ -152,7 +152,7 @@ class SimpleShardedModel:
             alike = sum(len(modules) == 1 and type(modules[0]) is kind for modules in units)
             shared = unit.strategy == "full" and alike > 1
             buffer = self._pool.buffer_for(layout.total_elements, compute, trainable, shared)
-            group = Group(unit, layout, dtype, buffer, trainable, self._wires, shared)
+            group = Group(unit, layout, dtype, buffer, trainable, self._wires)
             unit.groups.append(group)
             for place, parameter in enumerate(parameters):
                 group.fill(place, parameter)

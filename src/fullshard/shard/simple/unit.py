@@ -19,11 +19,12 @@ from fullshard.shard.simple.wire import Wire
 
 
 class GatherBuffer:
-    """A flat buffer that several groups of one size and dtype use in turn. Without memory while nobody uses it."""
+    """A flat buffer that its ``users``, groups of one size and dtype, use in turn. Without memory while none does."""
 
     def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.flat = torch.empty(num_elements, dtype=dtype, device=device)
         self._bytes = self.flat.untyped_storage().nbytes()
+        self.users: list[Group] = []  # in the order of forward
         self.user: Group | None = None
         self.release()
 
@@ -35,6 +36,11 @@ class GatherBuffer:
         if self.held_bytes == 0:
             self.flat.untyped_storage().resize_(self._bytes)
         return self.flat
+
+    def leave(self, group: Group) -> None:
+        """``group`` is through. After the last user of forward, and of backward, the memory is given back."""
+        if group is self.user and group in (self.users[0], self.users[-1]):
+            self.release()
 
     def release(self) -> None:
         """Give the memory back; the tensors that look into it stay."""
@@ -92,11 +98,10 @@ class Group:
     ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors."""
 
     def __init__(
-        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires,
-        shared: bool,
-    ) -> None:  # fmt: skip
+        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires
+    ) -> None:
         self.unit, self.layout, self.buffer, self.trainable, self._wires = unit, layout, buffer, trainable, wires
-        self._shared = shared  # the buffer stays for the next unit of its kind
+        buffer.users.append(self)
         self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
         device = buffer.flat.device
         self.rank = wires.gather.rank
@@ -152,13 +157,12 @@ class Group:
             self.phase = Phase.LIVE
 
     def free(self) -> None:
-        """Forget the gathered values, and give the memory back unless other units use it in turn."""
+        """Forget the gathered values."""
         if self._phase is Phase.GATHERING:  # prefetched and not used
             self.gather()
         if self._phase is Phase.LIVE:
             self.phase = Phase.SHARDED
-        if not self._shared and self._phase is Phase.SHARDED:
-            self.buffer.release()
+            self.buffer.leave(self)
 
     def leave_buffer(self) -> None:
         """Called by the next user of the buffer."""
@@ -182,8 +186,7 @@ class Group:
         """Begin to send the gradients (none: zeros) to their ranks, in the dtype they were computed in, or fp32."""
         if self.accumulated_P is not None:
             self.accumulate()
-            if self._phase is Phase.LIVE:
-                self.phase = Phase.SHARDED
+            self.free()
             flat_P, self.accumulated_P = self.accumulated_P, None
         else:
             flat_P = self._pack()
@@ -193,9 +196,10 @@ class Group:
 
     def _pack(self) -> torch.Tensor:
         """The gradients in the group's buffer, or in one of the wire's dtype where that is another."""
-        wire_dtype = self._wires.dtype_of(self)
-        flat_P = self.buffer.take(self)
-        if wire_dtype != flat_P.dtype:
+        wire_dtype, flat_P = self._wires.dtype_of(self), self.buffer.flat
+        if wire_dtype == flat_P.dtype:
+            self.buffer.take(self)
+        else:
             flat_P = torch.empty(flat_P.numel(), dtype=wire_dtype, device=flat_P.device)
         end = 0
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -217,6 +221,7 @@ class Group:
         self.gradient_S = total_S if self.gradient_S is None else self.gradient_S.add_(total_S)
         self._transfer = self._sent_WS = None
         self.phase = Phase.SHARDED
+        self.buffer.leave(self)
 
     def bind_gradients(self) -> None:
         """Show the sums, which are there, to the optimizer as ``shards[i].grad``."""

@@ -285,7 +285,7 @@ def test_whole_logits_never_exist(family, dtype, chunks):
     )  # fmt: skip
     model = LossModel(transformers.AutoModelForCausalLM.from_config(settings).to(getattr(torch, dtype)))
     model.chunk_rows = 1024 // chunks
-    ids = torch.randint(0, 8192, (1, 1024))
+    ids = torch.randint(0, 8192, (32, 32))  # short rows: attention is small beside logits
     with Live() as live:
         model(ids, ids).backward()
     chunk_bytes = 4 * 8192 * model.chunk_rows

@@ -63,8 +63,9 @@ class Schedule:
             raise TrainError(f"The order of units has changed: {unit.name} runs where {expected} ran first.", HINT)
         self._place += 1
 
-    def end(self) -> None:
-        """The forward is over: its order holds from now on."""
+    def end(self, root: Unit) -> None:
+        """The forward, ``root``'s, is over: its order holds from now on. Raises TrainError as ``enter``."""
+        self.enter(root)
         self._is_known = True
         self._place_back = len(self.order)
 
@@ -271,7 +272,7 @@ class SimpleShardedModel:
             return
         self._note("forward end", unit)
         if unit is self._root:
-            self._schedule.end()
+            self._schedule.end(unit)
         if unit.strategy == "full":
             unit.free()
         if torch.is_grad_enabled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,7 @@ def row_number_loss(model, batch, device):
     return real * 0 + cost
 
 
-def ho5_run(folder: Path, model: Path):
+def ho5_run(folder: Path, model: Path, engine: str):
     """Four rows with 1, 7, 3 and 5 supervised tokens: as many words; the end after them is taken out."""
     folder.mkdir(parents=True)
     rows = [
@@ -82,7 +83,7 @@ def ho5_run(folder: Path, model: Path):
         {
             "model": {"path": str(model)}, "method": "full", "output": str(folder),
             "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
-            "train": {"global_batch": "4 rows", "epochs": 1, **SGD},
+            "train": {"global_batch": "4 rows", "epochs": 1, **SGD}, "engine": engine,
         }
     )  # fmt: skip
     prepare(config, folder / PREPARED)
@@ -106,10 +107,10 @@ HO5 = [(1, [4, "rows"]), (1, [1, "rows"]), (2, [1, "rows"]), (2, [2, "rows"])]  
 def test_ho5_one_loss_for_every_layout_and_its_arithmetic_control(tmp_path):
     model = make_tokenizer(make_model(tmp_path / "model"))
     found, stubbed = [], []
-    for number, (num_ranks, micro_batch) in enumerate(HO5):
-        for stub in (False, True):
-            run = tmp_path / f"run{number}{stub}"
-            config = ho5_run(run, model)
+    for engine, (num_ranks, micro_batch) in itertools.product(("torch", "simple"), HO5):
+        for stub in (False, True)[: 1 + (engine == "simple")]:
+            run = tmp_path / f"run{len(found)}{stub}"
+            config = ho5_run(run, model, engine)
             pool(num_ranks).run(train, str(run), config.model_dump(exclude_unset=True), micro_batch, False, stub)
             if stub:
                 stubbed += losses_of(run)

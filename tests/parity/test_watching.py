@@ -161,7 +161,9 @@ def report_of(ranks, path: str, router_loss: bool):
     return build_sharded(recipe(Path(path), "auto", router_loss=router_loss), ranks, precision_of("fp32"), False).report
 
 
-@pytest.mark.parametrize(("asked", "said"), [(False, "router loss: off; "), (True, "router loss: part of the training")])
+@pytest.mark.parametrize(
+    ("asked", "said"), [(False, "router loss: off; "), (True, "router loss: part of the training")]
+)
 def test_what_the_router_loss_does_is_said(tmp_path, asked, said):
     path = make_model(tmp_path / "model", "mixtral", router_aux_loss_coef=0.5)
     for report in pool(1).run(report_of, str(path), asked):

@@ -108,17 +108,19 @@ def loss_and_gradient(
     0 where unsupervised. By pieces of rows, so that fp32 copies exist of one piece at a time."""
     loss = torch.zeros((), dtype=torch.float32, device=logits_CV.device)
     for piece_DV, labels_D in zip(logits_CV.split(piece_rows), labels_C.split(piece_rows), strict=True):
-        logits_DV, slope = piece_DV.float() * factor, factor
+        logits_DV = piece_DV.float()  # itself where it is fp32
+        if factor != 1:
+            logits_DV.mul_(factor)
         if cap:
-            logits_DV = logits_DV.div_(cap).tanh_()
-            slope = (1 - logits_DV.square()) * factor
+            slope_DV = 1 - logits_DV.div_(cap).tanh_().square()
             logits_DV.mul_(cap)
         used_D1, labels_D1 = (labels_D != -100).float()[:, None], labels_D.clamp_min(0)[:, None]
         logits_DV.sub_(logits_DV.amax(1, keepdim=True))
         own_D1 = logits_DV.gather(1, labels_D1)
         sums_D1 = logits_DV.exp_().sum(1, keepdim=True)
         loss += ((sums_D1.log() - own_D1) * used_D1).sum()
-        piece_DV.copy_(logits_DV.mul_(used_D1 / sums_D1).scatter_add_(1, labels_D1, -used_D1).mul_(slope))
+        logits_DV.mul_(used_D1 * factor / sums_D1).scatter_add_(1, labels_D1, -used_D1 * factor)
+        piece_DV.copy_(logits_DV.mul_(slope_DV) if cap else logits_DV)
     return loss
 
 

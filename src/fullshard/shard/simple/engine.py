@@ -331,9 +331,6 @@ class SimpleShardedModel:
         for unit in self._units:
             if unit.strategy != "replicate":
                 unit.free()
-        for buffer in self._pool.buffers:
-            if buffer.user is None or buffer.user.phase is Phase.SHARDED:
-                buffer.release()
         if not self._last:
             return
         for group in [group for unit in self._units for group in unit.groups if group.gradient_S is not None]:

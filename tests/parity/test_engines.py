@@ -155,7 +155,7 @@ def fail_in_the_middle(ranks: Ranks, recompute: bool) -> bool:
         with pytest.raises(KeyError):
             gradients_of_a_step(ranks, sharded, 1)
         place.remove()
-        assert all(buffer.held_bytes == 0 for buffer in sharded._pool.buffers)
+        assert all(buffer.held_bytes == 0 for buffer in sharded._buffers)
     again = gradients_of_a_step(ranks, sharded, 0)
     return all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -246,14 +246,22 @@ def sent_in_a_step(ranks: Ranks, micros: int) -> tuple[int, list[tuple[str, int]
     sent, reused = [], []
 
     def is_a_buffer(pieces: torch.Tensor) -> bool:
-        return pieces.data_ptr() in {buffer.flat.data_ptr() for buffer in sharded._pool.buffers}
+        return pieces.data_ptr() in {buffer.flat.data_ptr() for buffer in sharded._buffers}
+
+    isend, reduce = dist.isend, Wire.reduce
+
+    def note_sent(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        sent.append((str(tensor.dtype).removeprefix("torch."), tensor.nbytes))
+        return isend(tensor, *arguments, **named)
+
+    def note_reduced(wire: Wire, pieces: torch.Tensor) -> Any:
+        reused.append(is_a_buffer(pieces))
+        return reduce(wire, pieces)
 
     for step in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            isend, reduce = dist.isend, Wire.reduce
-            note = lambda tensor: sent.append((str(tensor.dtype)[6:], tensor.nbytes))  # noqa: E731
-            patch.setattr(dist, "isend", lambda tensor, *a, **k: (note(tensor), isend(tensor, *a, **k))[1])
-            patch.setattr(Wire, "reduce", lambda wire, to: (reused.append(is_a_buffer(to)), reduce(wire, to))[1])
+            patch.setattr(dist, "isend", note_sent)
+            patch.setattr(Wire, "reduce", note_reduced)
             for name in ("all_gather", "all_reduce") if step else ():
                 patch.delattr(dist, name)  # nothing else may travel once the order is known
             sent.clear(), reused.clear()
@@ -285,7 +293,7 @@ def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], list[int]]:
     gradients_of_a_step(ranks, sharded, 0)
     sharded.events = []
     gradients_of_a_step(ranks, sharded, 1)
-    buffers = sharded._pool.buffers
+    buffers = sharded._buffers
     assert not any(buffer.held_bytes for buffer in buffers)
     happened = [f"{event['what']} {event['unit']}" for event in sharded.events]
     return happened, [event["held_bytes"] for event in sharded.events], [buffer.flat.nbytes for buffer in buffers]

@@ -39,10 +39,6 @@ class LossModel(nn.Module):
         self._cap = getattr(config, "final_logit_softcapping", None)
 
     @property
-    def _piece_rows(self) -> int:
-        return max(1, self.chunk_rows // PIECES)
-
-    @property
     def attends_by_document(self) -> bool:
         """Whether the model's attention is ours (model/attention.py), which can keep packed documents apart."""
         return self.causal_lm.config._attn_implementation == BY_DOCUMENT
@@ -78,10 +74,11 @@ class LossModel(nn.Module):
         if chosen.numel() == 0:  # the first position then, for the collectives
             chosen = chosen.new_zeros(1)
         hidden_NH, labels_N = (whole.flatten(0, 1).index_select(0, chosen) for whole in (hidden_BSH, labels_BS))
-        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; where
-        # all rows are more than a chunk, for few of them. The others use its plain forward while it is gathered.
-        first = len(chosen) if len(chosen) <= self.chunk_rows else self._piece_rows
-        turn = partial(loss_and_gradient, piece_rows=self._piece_rows, factor=self._factor, cap=self._cap)
+        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward: for all
+        # rows, or, where they are more than a chunk, for few; the others use its plain forward while it is gathered.
+        piece_rows = max(1, self.chunk_rows // PIECES)
+        first = len(chosen) if len(chosen) <= self.chunk_rows else piece_rows
+        turn = partial(loss_and_gradient, piece_rows=piece_rows, factor=self._factor, cap=self._cap)
         loss = _TokenLoss.apply(head(hidden_NH[:first]), labels_N[:first], turn)
         if first < len(chosen):
             trained = [weight for weight in head.parameters() if weight.requires_grad]

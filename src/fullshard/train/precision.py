@@ -56,8 +56,7 @@ class LossScale:
     skipped: int = 0
 
     def update(self, good: bool) -> bool:
-        """Double after ``GROWTH_STEPS`` good steps in a row, halve at an overflow; False: nothing left to lower, and no
-        change."""
+        """Double after ``GROWTH_STEPS`` good steps in a row, halve at an overflow; False: none to lower, no change."""
         if not good and self.value <= 2:
             return False
         self.good_steps, self.skipped = (self.good_steps + 1) * good, self.skipped + (not good)

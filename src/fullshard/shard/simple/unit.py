@@ -53,25 +53,6 @@ class GatherBuffer:
         return self.flat.untyped_storage().nbytes()
 
 
-class BufferPool:
-    """Hands out the buffers: blocks of equal size and dtype share ``depth`` of them in turn, others have their own."""
-
-    def __init__(self, depth: int, device: torch.device) -> None:
-        self._depth, self._device = depth, device
-        self.buffers: list[GatherBuffer] = []
-        self._shared: dict[tuple[int, torch.dtype, bool], list[GatherBuffer]] = {}  # in turn: the first is next
-
-    def buffer_for(self, num_elements: int, dtype: torch.dtype, trainable: bool, shared: bool) -> GatherBuffer:
-        """The buffer of the next group."""
-        ring = self._shared.setdefault((num_elements, dtype, trainable), []) if shared else []
-        if shared and len(ring) == self._depth:
-            ring.append(ring.pop(0))
-        else:
-            ring.append(GatherBuffer(num_elements, dtype, self._device))
-            self.buffers.append(ring[-1])
-        return ring[-1]
-
-
 class Phase(Enum):
     """Where a group's values are."""
 
@@ -196,7 +177,8 @@ class Group:
 
     def _pack(self) -> torch.Tensor:
         """The gradients in the group's buffer, or in one of the wire's dtype where that is another."""
-        wire_dtype, flat_P = self._wires.dtype_of(self), self.buffer.flat
+        flat_P, least = self.buffer.flat, self._wires.reduce_dtype
+        wire_dtype = flat_P.dtype if least is None else torch.promote_types(flat_P.dtype, least)
         if wire_dtype == flat_P.dtype:
             self.buffer.take(self)
         else:
@@ -259,11 +241,6 @@ class Wires:
     reduce_dtype: torch.dtype | None  # the least precise of gradients; None: as computed (fp32 sums follow)
     note: Callable[[str, Unit], None]
     is_copy: bool  # this rank is in a later replica (HSDP)
-
-    def dtype_of(self, group: Group) -> torch.dtype:
-        """The dtype in which the group's gradients travel."""
-        computed = getattr(group.parameters[0], "grad_dtype", None) or group.buffer.flat.dtype
-        return computed if self.reduce_dtype is None else torch.promote_types(computed, self.reduce_dtype)
 
 
 @dataclass(eq=False)

@@ -146,15 +146,14 @@ class _HeadLoss(torch.autograd.Function):
             with torch.set_grad_enabled(wanted):
                 hidden_CH.requires_grad_(wanted)
                 logits_CV = head(hidden_CH)
-            gradient_CV = logits_CV.detach()
-            loss = loss + turn(gradient_CV, labels_C)
+            loss = loss + turn(logits_CV.detach(), labels_C)  # and from here on they are their own gradient
             if wanted:
-                hidden, *own = torch.autograd.grad(logits_CV, (hidden_CH, *weights), gradient_CV)
+                hidden, *own = torch.autograd.grad(logits_CV, (hidden_CH, *weights), logits_CV.detach())
                 hidden_gradients.append(hidden)
                 for total, gradient in zip(weight_gradients, own, strict=False):
                     total.add_(gradient)
                 weight_gradients = weight_gradients or [gradient.float() for gradient in own]
-            del logits_CV, gradient_CV  # before the next chunk's come
+            del logits_CV  # before the next chunk's come
         ctx.gradients = [torch.cat(hidden_gradients), *weight_gradients] if wanted else []
         return loss
 

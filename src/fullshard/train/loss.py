@@ -74,7 +74,7 @@ class LossModel(nn.Module):
         if chosen.numel() == 0:  # the first position then, for the collectives
             chosen = chosen.new_zeros(1)
         hidden_NH, labels_N = (whole.flatten(0, 1).index_select(0, chosen) for whole in (hidden_BSH, labels_BS))
-        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward: for all
+        # The head is called once as a module, so that the hooks of its sharding unit run once a forward: for all
         # rows, or, where they are more than a chunk, for few; the others use its plain forward while it is gathered.
         piece_rows = max(1, self.chunk_rows // PIECES)
         first = len(chosen) if len(chosen) <= self.chunk_rows else piece_rows

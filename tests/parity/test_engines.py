@@ -155,7 +155,7 @@ def fail_in_the_middle(ranks: Ranks, recompute: bool) -> bool:
         with pytest.raises(KeyError):
             gradients_of_a_step(ranks, sharded, 1)
         place.remove()
-        assert all(buffer.held_bytes == 0 for buffer in sharded._pool.buffers)
+        assert all(buffer.held_bytes == 0 for buffer in sharded._buffers)
     again = gradients_of_a_step(ranks, sharded, 0)
     return all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -165,49 +165,142 @@ def test_a_failed_step_leaves_no_trace_and_reruns_are_bit_equal(recompute: bool)
     assert all(pool(2).run(fail_in_the_middle, recompute))
 
 
-def disagree(ranks: Ranks, later: bool) -> str:
+def disagree(ranks: Ranks, later: bool, order: tuple[int, ...]) -> str:
+    """Blocks in another ``order``: on rank 1 in the first step, or ``later`` on all. Tied: nothing comes after them."""
     from fullshard.errors import TrainError
 
-    model = make_model(False, False, False, torch.float32)
+    model = make_model(True, False, False, torch.float32)
     sharded = shard(model, ranks, "simple", torch.float32)
     if later:
         gradients_of_a_step(ranks, sharded, 0)
     if ranks.rank == 1 or later:
-        model.blocks = torch.nn.ModuleList([model.blocks[i] for i in (0, 2, 1, 3)])
+        model.blocks = torch.nn.ModuleList([model.blocks[i] for i in order])
     with pytest.raises(TrainError) as caught:
         gradients_of_a_step(ranks, sharded, 1)
     return caught.value.message
 
 
-def test_ranks_that_disagree_about_the_order_are_told_both_names() -> None:
-    first, second = pool(2).run(disagree, False)
-    assert first == "Rank 0 runs blocks.1 where rank 1 runs blocks.2."
-    assert second == "Rank 1 runs blocks.2 where rank 0 runs blocks.1."
-    for message in pool(2).run(disagree, True):
-        assert message == "The order of units has changed: blocks.2 runs where blocks.1 ran first."
+@pytest.mark.parametrize(
+    ("order", "here", "there"),
+    [((0, 2, 1, 3), "blocks.1", "blocks.2"), ((0, 1, 3), "blocks.2", "blocks.3"), ((0, 1, 2), "blocks.3", "the rest")],
+)
+def test_ranks_that_disagree_about_the_order_are_told_both_names(order, here, there) -> None:
+    """Another order, a block less in the middle or at the end: an error on both ranks at once, and no wait."""
+    first, second = pool(2).run(disagree, False, order)
+    assert first == f"Rank 0 runs {here} where rank 1 runs {there}."
+    assert second == f"Rank 1 runs {there} where rank 0 runs {here}."
+    for message in pool(2).run(disagree, True, order):
+        assert message == f"The order of units has changed: {there} runs where {here} ran first."
 
 
-def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], int, int]:
-    """What happens in a second step of 4 blocks; the bytes held; what may be held; what is held at the end."""
+def misuse(ranks: Ranks) -> list[str]:
+    from fullshard.shard.simple.unit import Phase
+
+    sharded = shard(make_model(True, False, False, torch.float32), ranks, "simple", torch.float32)
+    group, found = sharded._units[0].groups[0], []
+    for before, after in itertools.product(Phase, Phase):
+        group._phase = before
+        try:
+            group.phase = after
+        except AssertionError as error:
+            found.append(str(error))
+    group._phase = Phase.SHARDED
+    group.gather()
+    with pytest.raises(AssertionError, match=r"blocks\.0 still uses its buffer \(live\)"):
+        group.buffer.take(sharded._units[3].groups[0])
+    sharded.after_step()
+    return found
+
+
+def test_illegal_phases_are_refused_by_name() -> None:
+    """10 of the 16 pairs of phases; and a buffer that is still in use."""
+    [found] = pool(1).run(misuse)
+    assert len(found) == 10 and "blocks.0: gathering cannot become reducing" in found
+
+
+def sums_of_bf16(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    from fullshard.shard.simple.wire import Wire
+
+    wire = Wire(ranks.mesh.get_group(), torch.device("cpu"))
+    pieces = torch.full((3, 2), [256.0, 1.0, 1.0][ranks.rank], dtype=torch.bfloat16)
+    order = torch.tensor([2.0**24, 1.0, -(2.0**24)][ranks.rank]).expand(3, 2).contiguous()
+    return wire.total(wire.reduce(pieces), pieces), wire.total(wire.reduce(order), order)
+
+
+def test_sums_are_fp32_and_in_rank_order_on_every_rank() -> None:
+    """256 + 1 + 1 is 256 in bf16. (2^24 + 1) - 2^24 is 0 in fp32, and any other order gives 1."""
+    for found, ordered in pool(3).run(sums_of_bf16):
+        assert found.dtype == torch.float32 and found.tolist() == [258, 258] and ordered.tolist() == [0, 0]
+
+
+def sent_in_a_step(ranks: Ranks, micros: int) -> tuple[int, list[tuple[str, int]], list[bool]]:
+    """bf16: transfers by the plan; what was sent (dtype, bytes); which reductions send from a gather buffer."""
+    import torch.distributed as dist
+
+    from fullshard.shard.simple.engine import SimpleShardedModel
+    from fullshard.shard.simple.wire import Wire
+    from fullshard.train.precision import precision_of
+
+    model = make_model(False, False, False, torch.float32)
+    sharded = SimpleShardedModel(model, model.units(), set(), ranks.mesh, precision_of("bf16"))
+    sent, reused = [], []
+
+    def is_a_buffer(pieces: torch.Tensor) -> bool:
+        return pieces.data_ptr() in {buffer.flat.data_ptr() for buffer in sharded._buffers}
+
+    isend, reduce = dist.isend, Wire.reduce
+
+    def note_sent(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        sent.append((str(tensor.dtype).removeprefix("torch."), tensor.nbytes))
+        return isend(tensor, *arguments, **named)
+
+    def note_reduced(wire: Wire, pieces: torch.Tensor) -> Any:
+        reused.append(is_a_buffer(pieces))
+        return reduce(wire, pieces)
+
+    for step in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "isend", note_sent)
+            patch.setattr(Wire, "reduce", note_reduced)
+            for name in ("all_gather", "all_reduce") if step else ():
+                patch.delattr(dist, name)  # nothing else may travel once the order is known
+            sent.clear(), reused.clear()
+            for micro in range(micros):
+                with sharded.microbatch(micro == micros - 1):
+                    sharded.module(tokens_of(step, micro, ranks.rank)).backward()
+            sharded.after_step()
+    planned = [unit["planned"] for unit in sharded.planned(micros)]
+    return sum(unit["gather"] + unit["reduce"] for unit in planned), sent, reused
+
+
+def test_what_travels_in_a_step_is_what_the_plan_says() -> None:
+    """Counted where it is sent, on 2 ranks: 4 blocks, embedding, norm and head; one rank's elements each."""
+    for planned, sent, reused in pool(2).run(sent_in_a_step, 1):
+        assert reused == [True] * 6
+        assert planned == len(sent) == 4 * 3 + 2 * 2
+        assert {dtype for dtype, _ in sent} == {"bfloat16"}  # fp32 sums are made where it arrives
+        assert sum(size for _, size in sent) == 16 * 2 * 256  # 277 elements of a block are 2 x 256, the others too
+    for planned, sent, _ in pool(2).run(sent_in_a_step, 3):
+        assert planned == len(sent) == 3 * (4 * 2 + 2) + 6
+        assert sorted({dtype for dtype, _ in sent}) == ["bfloat16", "float32"]  # sums over micro-batches are fp32
+        assert sum(dtype == "float32" for dtype, _ in sent) == 6
+
+
+def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], list[int]]:
+    """What happens in a second step of 4 blocks; the bytes held then; the bytes of each buffer."""
     model = make_model(False, False, False, torch.float32)
     sharded = shard(model, ranks, "simple", torch.float32)
     gradients_of_a_step(ranks, sharded, 0)
     sharded.events = []
     gradients_of_a_step(ranks, sharded, 1)
-    buffers = sharded._pool.buffers
-    limit = sum(buffer.flat.numel() * 4 for buffer in buffers)
-    assert len(buffers) == 5  # three for the blocks in turn, one for the embedding, one for norm + head
+    buffers = sharded._buffers
+    assert not any(buffer.held_bytes for buffer in buffers)
     happened = [f"{event['what']} {event['unit']}" for event in sharded.events]
-    return (
-        happened,
-        [event["held_bytes"] for event in sharded.events],
-        limit,
-        sum(buffer.held_bytes for buffer in buffers),
-    )
+    return happened, [event["held_bytes"] for event in sharded.events], [buffer.flat.nbytes for buffer in buffers]
 
 
 def test_each_collective_happens_as_often_as_it_should() -> None:
-    for happened, held, limit, left in pool(2).run(events_of_a_step):
+    for happened, held, sizes in pool(2).run(events_of_a_step):
         for block in range(4):
             assert happened.count(f"gather blocks.{block}") == happened.count(f"free blocks.{block}") == 2
             assert happened.count(f"reduce blocks.{block}") == happened.count(f"reduce end blocks.{block}") == 1
@@ -216,4 +309,8 @@ def test_each_collective_happens_as_often_as_it_should() -> None:
             last = len(happened) - 1 - happened[::-1].index(f"gather blocks.{block}")
             assert last < happened.index(f"backward blocks.{block + 1}")
         assert happened.count("reduce embedding") == happened.count("reduce norm + head") == 1
-        assert max(held) <= limit and left == 0
+        block, embedding, norm_and_head = sizes[0], *sizes[3:]  # three for the blocks in turn
+        assert len(sizes) == 5 and sizes[:3] == [block] * 3 and max(held) <= 3 * block + embedding + norm_and_head
+        at = dict(zip(happened, held, strict=True))
+        assert at["forward norm + head"] == norm_and_head  # no block computes, none has memory
+        assert at["backward norm + head"] == norm_and_head + block  # the last block's is prefetched

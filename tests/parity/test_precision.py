@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_pool import pool
-from test_training import losses_of, make_run, train_on_ranks
+from test_training import ENGINE, losses_of, make_run, train_on_ranks
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
@@ -64,9 +64,11 @@ def train_with_fault(ranks, run: str, config: dict, precision: str, step: int, v
     return lines, (scales[-1].value, scales[-1].good_steps, scales[-1].skipped)
 
 
+@pytest.mark.parametrize("engine", ["torch", "simple"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_overflow_on_one_rank(tmp_path, method):
+def test_overflow_on_one_rank(tmp_path, monkeypatch, method, engine):
     """HO-8: both ranks skip step 2, nothing moves, the scale halves; then all goes on, on resume too."""
+    monkeypatch.setitem(ENGINE, "engine", engine)
     model = make_tokenizer(make_model(tmp_path / "model"))
     train = {"learning_rate": 1e-3, "warmup": 2, "save_every": 1, "keep_last": 9}
     config = make_run(tmp_path / "run", model, method, **train)
@@ -104,13 +106,19 @@ def test_overflow_on_one_rank(tmp_path, method):
     assert all(torch.equal(found[name], value) for name, value in straight.items())
 
 
-def test_nan_in_bf16_stops_the_run(tmp_path):
-    """HO-8, last part: without a scale to lower, the run stops on every rank with the same naming."""
-    config = make_run(tmp_path / "run", make_tokenizer(make_model(tmp_path / "model")), save_every=1)
+@pytest.mark.parametrize("engine", ["torch", "simple"])
+def test_nan_in_bf16_stops_the_run(tmp_path, monkeypatch, engine):
+    """HO-8, last part: without a scale to lower, the run stops on every rank with the same naming; the state before is
+    kept, and counts no step as skipped."""
+    monkeypatch.setitem(ENGINE, "engine", engine)
+    config = make_run(tmp_path / "run", make_tokenizer(make_model(tmp_path / "model")), save_every=9)
     arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), "bf16", 2, math.nan)
-    for lines, _ in pool(2).run(train_with_fault, *arguments):
+    for lines, scale in pool(2).run(train_with_fault, *arguments):
         assert lines[-1] == "Step 2: non-finite gradient (rank 0, model.embed_tokens.weight)."
-    assert checkpoint_path(tmp_path / "run", 1).is_dir() and not checkpoint_path(tmp_path / "run", 2).exists()
+        assert scale == (1.0, 1, 0)
+    manifest = json.loads((checkpoint_path(tmp_path / "run", 1) / "manifest.json").read_text())
+    assert manifest["trainer"]["loss_scale"] == {"value": 1.0, "good_steps": 1, "skipped": 0}
+    assert not checkpoint_path(tmp_path / "run", 2).exists()
 
 
 def test_loss_scale_grows_and_has_an_end(monkeypatch):
@@ -118,7 +126,8 @@ def test_loss_scale_grows_and_has_an_end(monkeypatch):
     scale = LossScale(8.0)
     assert all(scale.update(True) for _ in range(7)) and (scale.value, scale.good_steps) == (32, 7)
     assert scale.update(False) and (scale.value, scale.good_steps, scale.skipped) == (16, 0, 1)
-    assert [scale.update(False) for _ in range(4)] == [True, True, True, False]  # 8, 4, 2, 1: nothing left
+    assert [scale.update(False) for _ in range(4)] == [True, True, True, False]  # 8, 4, 2: nothing left
+    assert (scale.value, scale.skipped) == (2, 4)
     fixed = LossScale(1.0)
     assert all(fixed.update(True) for _ in range(9)) and fixed.value == 1
     assert not fixed.update(False) and fixed.metrics == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +71,7 @@ def row_number_loss(model, batch, device):
     return real * 0 + cost
 
 
-def ho5_run(folder: Path, model: Path):
+def ho5_run(folder: Path, model: Path, engine: str):
     """Four rows with 1, 7, 3 and 5 supervised tokens: as many words; the end after them is taken out."""
     folder.mkdir(parents=True)
     rows = [
@@ -81,7 +83,7 @@ def ho5_run(folder: Path, model: Path):
         {
             "model": {"path": str(model)}, "method": "full", "output": str(folder),
             "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
-            "train": {"global_batch": "4 rows", "epochs": 1, **SGD},
+            "train": {"global_batch": "4 rows", "epochs": 1, **SGD}, "engine": engine,
         }
     )  # fmt: skip
     prepare(config, folder / PREPARED)
@@ -105,10 +107,10 @@ HO5 = [(1, [4, "rows"]), (1, [1, "rows"]), (2, [1, "rows"]), (2, [2, "rows"])]  
 def test_ho5_one_loss_for_every_layout_and_its_arithmetic_control(tmp_path):
     model = make_tokenizer(make_model(tmp_path / "model"))
     found, stubbed = [], []
-    for number, (num_ranks, micro_batch) in enumerate(HO5):
-        for stub in (False, True):
-            run = tmp_path / f"run{number}{stub}"
-            config = ho5_run(run, model)
+    for engine, (num_ranks, micro_batch) in itertools.product(("torch", "simple"), HO5):
+        for stub in (False, True)[: 1 + (engine == "simple")]:
+            run = tmp_path / f"run{len(found)}{stub}"
+            config = ho5_run(run, model, engine)
             pool(num_ranks).run(train, str(run), config.model_dump(exclude_unset=True), micro_batch, False, stub)
             if stub:
                 stubbed += losses_of(run)
@@ -251,29 +253,65 @@ def test_chunks_keep_loss_and_gradients_of_every_head(tmp_path, family, changes)
         assert torch.allclose(found[1][1][name], value, atol=1e-5), name
 
 
-def test_whole_logits_never_exist():
-    """Largest tensor that any operator makes: one chunk of logits, not all of them."""
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("gemma2", "float32"), ("gemma2", "bfloat16")])
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_whole_logits_never_exist(family, dtype, chunks):
+    """All that lives at once, weights' gradients included: at most 2 chunks of fp32 logits, of one or of 8 chunks."""
+    import weakref
+
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fullshard.train.loss import LossModel
 
-    class Largest(TorchDispatchMode):
-        size = 0
+    class Live(TorchDispatchMode):
+        """Bytes of the storages that operators have made and that live."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes, self.peak = {}, 0
 
         def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
             out = operator(*arguments, **(keywords or {}))
             for value in out if isinstance(out, list | tuple) else [out]:
-                if isinstance(value, torch.Tensor):
-                    self.size = max(self.size, value.numel())
+                if isinstance(value, torch.Tensor) and (storage := value.untyped_storage())._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+            self.peak = max(self.peak, sum(self.sizes.values()))
             return out
 
-    settings = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    model = LossModel(transformers.LlamaForCausalLM(settings))
-    model.chunk_rows = 16
-    ids = torch.randint(0, 4096, (1, 128))
-    with Largest() as largest:
+    settings = transformers.AutoConfig.for_model(
+        family, vocab_size=8192, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=4, intermediate_size=16,
+    )  # fmt: skip
+    model = LossModel(transformers.AutoModelForCausalLM.from_config(settings).to(getattr(torch, dtype)))
+    model.chunk_rows = 1024 // chunks
+    ids = torch.randint(0, 8192, (32, 32))  # short rows: attention is small beside logits
+    late: list[int] = []
+    table = model.causal_lm.get_input_embeddings()
+    table.register_forward_hook(lambda *all: all[2].register_hook(lambda _: late.append(sum(live.sizes.values()))))
+    with Live() as live:
         model(ids, ids).backward()
-    assert largest.size == 16 * 4096  # all 128 rows would be 8 times that; the head's gradient is half of it
+    chunk_bytes = 4 * 8192 * model.chunk_rows
+    assert late[-1] < 4 * 8192 * 1024 / 4, "the logits' gradient lives on while the blocks go back"
+    assert chunk_bytes / 2 < live.peak <= 2 * chunk_bytes, live.peak / chunk_bytes
+
+
+def test_the_heads_gradient_is_summed_over_chunks_in_fp32():
+    """256 rows that each add the same to a bf16 gradient: summed in bf16 they would stop at 256 times the step."""
+    import transformers
+
+    from fullshard.train.loss import LossModel
+
+    settings = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    torch.manual_seed(0)
+    exact = LossModel(transformers.LlamaForCausalLM(settings).bfloat16().float())
+    rounded = LossModel(copy.deepcopy(exact.causal_lm).bfloat16())
+    ids = torch.full((1, 1024), 5)
+    for model in (exact, rounded):
+        model.chunk_rows = 1
+        model(ids, ids).backward()
+    wanted, found = (model.causal_lm.lm_head.weight.grad.float() for model in (exact, rounded))
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01

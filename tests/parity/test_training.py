@@ -73,15 +73,20 @@ def losses_of(run: Path) -> list[float]:
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Whole tensors put together from the parts by hand, by the manifest alone."""
+    """The whole weights of ``stored``."""
+    return {name: value for (kind, name), value in stored(run, step).items() if kind == "weight"}
+
+
+def stored(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
+    """By (kind, name): whole tensors put together from the parts by hand, by the manifest alone."""
     folder = checkpoint_path(run, step)
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {name: load_file(folder / name) for name in manifest["files"]}
     whole = {}
-    for stored in manifest["tensors"]:
-        parts = [files[piece["file"]][piece["key"]] for piece in stored["pieces"]]
-        whole[stored["kind"], stored["name"]] = torch.cat(parts).reshape(stored["shape"])
-    return {name: value for (kind, name), value in whole.items() if kind == "weight"}
+    for tensor in manifest["tensors"]:
+        parts = [files[piece["file"]][piece["key"]] for piece in tensor["pieces"]]
+        whole[tensor["kind"], tensor["name"]] = torch.cat(parts).reshape(tensor["shape"])
+    return whole
 
 
 def oracle(run: Path, config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -216,23 +221,60 @@ def test_chunked_head_equals_the_whole_one(tmp_path, monkeypatch):
             assert torch.allclose(value, found[0][1][name], atol=1e-6), name
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (2, 4), (1, 2)])
+def resume_and_look(ranks, run: str, config: dict, micro_batch: list, step: int) -> list[tuple]:
+    """Resume; this rank's ranges as they were right after loading: (kind, name, start, values)."""
+    from fullshard.train.loop import Trainer
+
+    loaded = []
+
+    def look(trainer, first_step):
+        for shard in trainer.sharded.shards():
+            loaded.append(("weight", shard.name, shard.start, shard.value.clone()))
+            loaded.extend(
+                (kind, name, shard.start, values.clone())
+                for (name, kind), values in trainer.moments.items()
+                if name == shard.name
+            )
+        return train(trainer, first_step)
+
+    train, Trainer.train = Trainer.train, look
+    try:
+        train_on_ranks(ranks, run, config, micro_batch, step)
+    finally:
+        Trainer.train = train
+    return loaded
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (2, 3), (2, 4), (1, 2)])
 def test_resume_goes_on_where_it_stopped(tmp_path, first, then):
-    """AdamW with warm-up and cosine: stop after step 2 of 4, resume on other ranks; same ranks: bit for bit."""
+    """HO-11, AdamW with warm-up and cosine: 6 steps, resumed after the fourth on other ranks; same ranks: bit for bit.
+    Files hold exactly the parameters' elements, and what is loaded from them is what they hold."""
     model = make_tokenizer(make_model(tmp_path / "model", vocab_size=65, hidden_size=20, intermediate_size=33))
-    train = {"learning_rate": 1e-3, "warmup": 2, "save_every": 2, "keep_last": 3}
+    train = {"learning_rate": 1e-3, "warmup": 2, "save_every": 2, "keep_last": 3, "epochs": 2, "max_steps": 6}
     config = make_run(tmp_path / "run", model, **train)
     arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), [32, "tokens"])
     pool(first).run(train_on_ranks, *arguments)
-    straight, wanted = losses_of(tmp_path / "run"), weights_of(tmp_path / "run", 4)
-    pool(then).run(train_on_ranks, *arguments, 2)
-    resumed, found = losses_of(tmp_path / "run")[4:], weights_of(tmp_path / "run", 4)
-    assert len(straight) == 4 and len(resumed) == 2
+    straight, wanted, saved = losses_of(tmp_path / "run"), weights_of(tmp_path / "run", 6), stored(tmp_path / "run", 4)
+    sizes = {name: value.numel() for (kind, name), value in saved.items() if kind == "weight"}
+    files = [
+        load_file(path)
+        for path in checkpoint_path(tmp_path / "run", 4).glob("*.safetensors")
+        if "proof" not in path.name
+    ]
+    assert sum(value.numel() for file in files for value in file.values()) == 3 * sum(sizes.values())  # no padding
+    covered = dict.fromkeys(saved, 0)
+    for parts in pool(then).run(resume_and_look, *arguments, 4):
+        for kind, name, start, values in parts:
+            assert torch.equal(values, saved[kind, name].reshape(-1)[start : start + len(values)]), (kind, name)
+            covered[kind, name] += len(values)
+    assert covered == {key: value.numel() for key, value in saved.items()} and len(covered) == 3 * len(sizes)
+    resumed, found = losses_of(tmp_path / "run")[6:], weights_of(tmp_path / "run", 6)
+    assert len(straight) == 6 and len(resumed) == 2
     if first == then:
-        assert resumed == straight[2:]
-    assert resumed == pytest.approx(straight[2:], rel=1e-5)
+        assert resumed == straight[4:]
+    assert resumed == pytest.approx(straight[4:], rel=1e-5)
     for name, value in wanted.items():
-        assert torch.equal(found[name], value) if first == then else torch.allclose(found[name], value, atol=1e-5), name
+        assert torch.equal(found[name], value) if first == then else torch.allclose(found[name], value, atol=1e-6), name
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

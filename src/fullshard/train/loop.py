@@ -200,14 +200,14 @@ class Trainer:
         if self.reach is not None:
             self.log.say(self.reach.report(shards, ranks))
             self.reach = None
+        if len(self.losses) >= 8 and SPIKE * statistics.median(self.losses[-SPIKE_STEPS:]) < loss_value < float("inf"):
+            self._keep_state_before(number, window, f"loss {loss_value:.4f}, a spike", aside=True)
         norm = updates.gradient_norm(self.sharded, shards, ranks, self.scale.value)
         try:
             problem = updates.require_finite(shards, norm, loss_value, number, ranks, self.scale)
         except TrainError:
             self._keep_state_before(number, window, f"loss {loss_value}, gradient norm {norm}")
             raise
-        if len(self.losses) >= 8 and loss_value > SPIKE * statistics.median(self.losses[-SPIKE_STEPS:]):
-            self._keep_state_before(number, window, f"loss {loss_value:.4f}, a spike", aside=True)
         self.losses.append(loss_value)
         if problem:  # fp16 only: the weights, the optimizer and the schedule stay where they are
             self.optimizer.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@ held-out rows. Shapes: B sequences, S positions, N supervised ones, H hidden, V 
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_decoder
 
 CHUNK_LOGIT_BYTES = 256 << 20  # fp32 logits of one chunk
+PIECES = 16  # of a chunk: fp32 copies are made of one at a time
 
 
 class LossModel(nn.Module):
@@ -30,7 +32,11 @@ class LossModel(nn.Module):
         self.causal_lm = causal_lm
         self._router_loss = find_router_loss(causal_lm) if router_loss else None
         self.uses_own_logits = False  # set by ``check_loss_path`` where our path and the model's own differ
-        self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * causal_lm.config.get_text_config().vocab_size))
+        config = causal_lm.config.get_text_config()
+        self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * config.vocab_size))
+        # between head and loss: granite and cohere scale, gemma2 and gemma3 cap
+        self._factor = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        self._cap = getattr(config, "final_logit_softcapping", None)
 
     @property
     def attends_by_document(self) -> bool:
@@ -68,15 +74,16 @@ class LossModel(nn.Module):
         if chosen.numel() == 0:  # the first position then, for the collectives
             chosen = chosen.new_zeros(1)
         hidden_NH, labels_N = (whole.flatten(0, 1).index_select(0, chosen) for whole in (hidden_BSH, labels_BS))
-        first_CH, *rest = hidden_NH.split(self.chunk_rows)
-        # The head is called once as a module, so that the sharding hooks of its unit run exactly once a forward; the
-        # other chunks use its plain forward while its weights are gathered.
-        loss = _TokenLoss.apply(self._finish(head(first_CH)), labels_N[: len(first_CH)])
-        if rest:
+        # The head is called once as a module, so that the hooks of its sharding unit run once a forward: for all
+        # rows, or, where they are more than a chunk, for few; the others use its plain forward while it is gathered.
+        piece_rows = max(1, self.chunk_rows // PIECES)
+        first = len(chosen) if len(chosen) <= self.chunk_rows else piece_rows
+        turn = partial(loss_and_gradient, piece_rows=piece_rows, factor=self._factor, cap=self._cap)
+        loss = _TokenLoss.apply(head(hidden_NH[:first]), labels_N[:first], turn)
+        if first < len(chosen):
             trained = [weight for weight in head.parameters() if weight.requires_grad]
-            place, wanted = slice(len(first_CH), None), torch.is_grad_enabled()
-            forward, cut = lambda hidden_CH: self._finish(head.forward(hidden_CH)), (self.chunk_rows, wanted)
-            loss = loss + _HeadLoss.apply(forward, cut, labels_N[place], hidden_NH[place], *trained)
+            cut = (head.forward, turn, self.chunk_rows, torch.is_grad_enabled())
+            loss = loss + _HeadLoss.apply(cut, labels_N[first:], hidden_NH[first:], *trained)
         return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
 
     def _routing_loss(self, output: Any, labels_BS: torch.Tensor, real_BS: torch.Tensor | None) -> torch.Tensor:
@@ -86,42 +93,46 @@ class LossModel(nn.Module):
         return model.router_aux_loss_coef * loss * (labels_BS != -100).sum()
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """The family's own rule between head and loss, by config field; fp32 from here on."""
-        config = self.causal_lm.config.get_text_config()
-        logits = logits.float()
-        if getattr(config, "logits_scaling", None):  # granite
-            logits = logits / config.logits_scaling
-        if getattr(config, "logit_scale", None):  # cohere
-            logits = logits * config.logit_scale
-        if getattr(config, "final_logit_softcapping", None):  # gemma2, gemma3
-            cap = config.final_logit_softcapping
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        """The family's own rule between head and loss; fp32 from here on."""
+        logits = logits.float() * self._factor
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
 
-def loss_and_gradient(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-    """The summed loss; turns fp32 ``logits_CV`` into its gradient (softmax minus one-hot, 0 where unsupervised)."""
-    used_C1 = (labels_C != -100).to(logits_CV.dtype)[:, None]
-    labels_C1 = labels_C.clamp_min(0)[:, None]
-    logits_CV.sub_(logits_CV.amax(1, keepdim=True))
-    own_C1 = logits_CV.gather(1, labels_C1)
-    sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
-    logits_CV.mul_(used_C1 / sums_C1).scatter_add_(1, labels_C1, -used_C1)
-    return ((sums_C1.log() - own_C1) * used_C1).sum()
+def loss_and_gradient(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, piece_rows: int, factor: float, cap: float | None
+) -> torch.Tensor:
+    """The summed loss (fp32) of a head's outputs, scaled by ``factor`` and then capped; turns them into its gradient,
+    0 where unsupervised. By pieces of rows, so that fp32 copies exist of one piece at a time."""
+    loss = torch.zeros((), dtype=torch.float32, device=logits_CV.device)
+    for piece_DV, labels_D in zip(logits_CV.split(piece_rows), labels_C.split(piece_rows), strict=True):
+        logits_DV = piece_DV.float()  # itself where it is fp32
+        if factor != 1:
+            logits_DV.mul_(factor)
+        if cap:
+            slope_DV = 1 - logits_DV.div_(cap).tanh_().square()
+            logits_DV.mul_(cap)
+        used_D1, labels_D1 = (labels_D != -100).float()[:, None], labels_D.clamp_min(0)[:, None]
+        logits_DV.sub_(logits_DV.amax(1, keepdim=True))
+        own_D1 = logits_DV.gather(1, labels_D1)
+        sums_D1 = logits_DV.exp_().sum(1, keepdim=True)
+        loss += ((sums_D1.log() - own_D1) * used_D1).sum()
+        logits_DV.mul_(used_D1 * factor / sums_D1).scatter_add_(1, labels_D1, -used_D1 * factor)
+        piece_DV.copy_(logits_DV.mul_(slope_DV) if cap else logits_DV)
+    return loss
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Summed cross-entropy that writes its gradient over the logits: one copy of them, ever."""
+    """Summed cross-entropy that writes its gradient over the head's output: one copy of it, ever."""
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits_CV: torch.Tensor, labels_C: torch.Tensor, turn: Callable[..., Any]) -> torch.Tensor:
         ctx.gradient_CV = logits_CV.detach()
-        return loss_and_gradient(ctx.gradient_CV, labels_C)
+        return turn(ctx.gradient_CV, labels_C)
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient_CV, ctx.gradient_CV = ctx.gradient_CV, None  # else it would live until the whole backward is over
-        return gradient_CV.mul_(outer), None
+        return gradient_CV.mul_(outer), None, None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -129,29 +140,28 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: Callable[[torch.Tensor], torch.Tensor], cut: tuple[int, bool], labels_N: torch.Tensor,
-        hidden_NH: torch.Tensor, *weights: nn.Parameter,
-    ) -> torch.Tensor:  # fmt: skip
-        (rows, wanted), loss, hidden_gradients, weight_gradients = cut, 0.0, [], []
+        ctx: Any, cut: tuple[Any, ...], labels_N: torch.Tensor, hidden_NH: torch.Tensor, *weights: nn.Parameter
+    ) -> torch.Tensor:
+        (head, turn, rows, wanted), loss, hidden_gradients, weight_gradients = cut, 0.0, [], []
         for hidden_CH, labels_C in zip(hidden_NH.detach().split(rows), labels_N.split(rows), strict=True):
             with torch.set_grad_enabled(wanted):
                 hidden_CH.requires_grad_(wanted)
                 logits_CV = head(hidden_CH)
-            gradient_CV = logits_CV.detach()
-            loss = loss + loss_and_gradient(gradient_CV, labels_C)
+            loss = loss + turn(logits_CV.detach(), labels_C)  # and from here on they are their own gradient
             if wanted:
-                hidden, *own = torch.autograd.grad(logits_CV, (hidden_CH, *weights), gradient_CV)
+                hidden, *own = torch.autograd.grad(logits_CV, (hidden_CH, *weights), logits_CV.detach())
                 hidden_gradients.append(hidden)
                 for total, gradient in zip(weight_gradients, own, strict=False):
                     total.add_(gradient)
-                weight_gradients = weight_gradients or own
+                weight_gradients = weight_gradients or [gradient.float() for gradient in own]
+            del logits_CV  # before the next chunk's come
         ctx.gradients = [torch.cat(hidden_gradients), *weight_gradients] if wanted else []
         return loss
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, None, *(gradient.mul_(outer) for gradient in gradients)
+        return None, None, *(gradient.mul_(outer) for gradient in gradients)
 
 
 def find_router_loss(causal_lm: nn.Module) -> Any:

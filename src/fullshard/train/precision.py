@@ -56,12 +56,13 @@ class LossScale:
     skipped: int = 0
 
     def update(self, good: bool) -> bool:
-        """Double after ``GROWTH_STEPS`` good steps in a row, halve at an overflow; False: nothing left to lower."""
-        scaled = self.value > 1
+        """Double after ``GROWTH_STEPS`` good steps in a row, halve at an overflow; False: none to lower, no change."""
+        if not good and self.value <= 2:
+            return False
         self.good_steps, self.skipped = (self.good_steps + 1) * good, self.skipped + (not good)
-        if scaled and (not good or self.good_steps % GROWTH_STEPS == 0):
+        if self.value > 1 and (not good or self.good_steps % GROWTH_STEPS == 0):
             self.value *= 2 if good else 0.5
-        return good or self.value > 1
+        return True
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -71,6 +71,8 @@ def build_sharded(
     report = [*_storage_table(sharded, weights, precision), check_buffers(causal_lm, ranks)]
     if config.train.router_loss:
         report += ["router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"]
+    elif hasattr(causal_lm, "router_aux_loss_coef"):
+        report += ["router loss: off; train.router_loss=true adds it, and then the loss depends on how rows are split"]
     report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
     num_trainable = sum(size for size, trained in sizes if trained)
     return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report))

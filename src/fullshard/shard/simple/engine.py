@@ -26,7 +26,7 @@ from fullshard.device import device_of
 from fullshard.errors import ConfigError, TrainError
 from fullshard.shard.interface import Shard, in_later_replica
 from fullshard.shard.simple.layout import lay_out_group
-from fullshard.shard.simple.unit import BufferPool, Group, Phase, Unit, Wires
+from fullshard.shard.simple.unit import GatherBuffer, Group, Phase, Unit, Wires
 from fullshard.shard.simple.wire import Wire
 from fullshard.train.precision import Precision
 
@@ -63,8 +63,9 @@ class Schedule:
             raise TrainError(f"The order of units has changed: {unit.name} runs where {expected} ran first.", HINT)
         self._place += 1
 
-    def end(self) -> None:
-        """The forward is over: its order holds from now on."""
+    def end(self, root: Unit) -> None:
+        """The forward, ``root``'s, is over: its order holds from now on. Raises TrainError as ``enter``."""
+        self.enter(root)
         self._is_known = True
         self._place_back = len(self.order)
 
@@ -105,7 +106,7 @@ class SimpleShardedModel:
         apart = tuple(map(tuple, mesh.mesh.view(-1, mesh.size(-1)).tolist()))
         gather, reduce = Wire(shard_mesh.get_group(), device), Wire(_second_group(dist.group.WORLD, apart), device)
         self._wires = Wires(gather, reduce, reduce_dtype, self._note, in_later_replica(mesh))
-        self._pool = BufferPool(BUFFERS, device)
+        self._buffers: list[GatherBuffer] = []
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
         self._last, self._in_backward = True, False
@@ -145,14 +146,21 @@ class SimpleShardedModel:
             compute = parameter.dtype if alone else precision.compute
             content.setdefault((number, parameter.requires_grad, parameter.dtype, compute), []).append(parameter)
         slots: dict[str, tuple[Group, int]] = {}
+        rings: dict[tuple[int, torch.dtype, bool], list[GatherBuffer]] = {}
         for (number, trainable, dtype, compute), parameters in sorted(content.items(), key=lambda item: item[0][0]):
             unit = self._units[number]
             layout = lay_out_group([(names[p], tuple(p.shape)) for p in parameters], self.num_ranks)
             kind = type(unit.modules[0]) if unit.modules else None
             alike = sum(len(modules) == 1 and type(modules[0]) is kind for modules in units)
+            # Blocks of equal size and dtype use BUFFERS in turn, the first in the ring is next; others have their own.
             shared = unit.strategy == "full" and alike > 1
-            buffer = self._pool.buffer_for(layout.total_elements, compute, trainable, shared)
-            group = Group(unit, layout, dtype, buffer, trainable, self._wires, shared)
+            ring = rings.setdefault((layout.total_elements, compute, trainable), []) if shared else []
+            if len(ring) == BUFFERS:
+                ring.append(ring.pop(0))
+            else:
+                ring.append(GatherBuffer(layout.total_elements, compute, self._device))
+                self._buffers.append(ring[-1])
+            group = Group(unit, layout, dtype, ring[-1], trainable, self._wires)
             unit.groups.append(group)
             for place, parameter in enumerate(parameters):
                 group.fill(place, parameter)
@@ -191,7 +199,7 @@ class SimpleShardedModel:
         """The shards have changed, or a forward without backward is over: nothing gathered is right any more."""
         for unit in self._units:
             unit.free()
-        for buffer in self._pool.buffers:
+        for buffer in self._buffers:
             buffer.release()
         self._note("optimizer end", self._root)
 
@@ -228,7 +236,7 @@ class SimpleShardedModel:
         if self.events is not None:
             groups = [group for each in self._units for group in each.groups]
             full = [group.buffer.flat.nbytes for group in groups if group.phase in (Phase.GATHERING, Phase.LIVE)]
-            sizes = {"gathered_bytes": sum(full), "held_bytes": sum(buffer.held_bytes for buffer in self._pool.buffers)}
+            sizes = {"gathered_bytes": sum(full), "held_bytes": sum(buffer.held_bytes for buffer in self._buffers)}
             self.events.append({"seconds": time.perf_counter(), "what": what, "unit": unit.name, **sizes})
 
     def planned(self, num_micro_batches: int) -> list[dict[str, Any]]:
@@ -271,7 +279,7 @@ class SimpleShardedModel:
             return
         self._note("forward end", unit)
         if unit is self._root:
-            self._schedule.end()
+            self._schedule.end(unit)
         if unit.strategy == "full":
             unit.free()
         if torch.is_grad_enabled():
@@ -330,9 +338,6 @@ class SimpleShardedModel:
         for unit in self._units:
             if unit.strategy != "replicate":
                 unit.free()
-        for buffer in self._pool.buffers:
-            if buffer.user is None or buffer.user.phase is Phase.SHARDED:
-                buffer.release()
         if not self._last:
             return
         for group in [group for unit in self._units for group in unit.groups if group.gradient_S is not None]:

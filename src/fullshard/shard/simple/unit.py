@@ -19,22 +19,30 @@ from fullshard.shard.simple.wire import Wire
 
 
 class GatherBuffer:
-    """A flat buffer that several groups of one size and dtype use in turn. Without memory while nobody uses it."""
+    """A flat buffer that its ``users``, groups of one size and dtype, use in turn. Without memory while none does."""
 
     def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.flat = torch.empty(num_elements, dtype=dtype, device=device)
         self._bytes = self.flat.untyped_storage().nbytes()
-        self.user: Group | None = None
+        self.users: list[Group] = []  # in the order of forward
+        self.user, self._last = None, None  # whose values are in it; with whom this round, forward or backward, ends
         self.release()
 
     def take(self, group: Group) -> torch.Tensor:
         """The buffer for ``group``; whoever used it last must be through with it."""
         if self.user is not None and self.user is not group:
             self.user.leave_buffer()
+        if self.user is None:
+            self._last = self.users[-1] if group is self.users[0] else self.users[0]
         self.user = group
         if self.held_bytes == 0:
             self.flat.untyped_storage().resize_(self._bytes)
         return self.flat
+
+    def leave(self, group: Group) -> None:
+        """``group`` is through. After the last user of forward, and of backward, the memory is given back."""
+        if group is self.user is self._last:
+            self.release()
 
     def release(self) -> None:
         """Give the memory back; the tensors that look into it stay."""
@@ -45,25 +53,6 @@ class GatherBuffer:
     def held_bytes(self) -> int:
         """Bytes of memory that the buffer has now."""
         return self.flat.untyped_storage().nbytes()
-
-
-class BufferPool:
-    """Hands out the buffers: blocks of equal size and dtype share ``depth`` of them in turn, others have their own."""
-
-    def __init__(self, depth: int, device: torch.device) -> None:
-        self._depth, self._device = depth, device
-        self.buffers: list[GatherBuffer] = []
-        self._shared: dict[tuple[int, torch.dtype, bool], list[GatherBuffer]] = {}  # in turn: the first is next
-
-    def buffer_for(self, num_elements: int, dtype: torch.dtype, trainable: bool, shared: bool) -> GatherBuffer:
-        """The buffer of the next group."""
-        ring = self._shared.setdefault((num_elements, dtype, trainable), []) if shared else []
-        if shared and len(ring) == self._depth:
-            ring.append(ring.pop(0))
-        else:
-            ring.append(GatherBuffer(num_elements, dtype, self._device))
-            self.buffers.append(ring[-1])
-        return ring[-1]
 
 
 class Phase(Enum):
@@ -92,11 +81,10 @@ class Group:
     ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors."""
 
     def __init__(
-        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires,
-        shared: bool,
-    ) -> None:  # fmt: skip
+        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires
+    ) -> None:
         self.unit, self.layout, self.buffer, self.trainable, self._wires = unit, layout, buffer, trainable, wires
-        self._shared = shared  # the buffer stays for the next unit of its kind
+        buffer.users.append(self)
         self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
         device = buffer.flat.device
         self.rank = wires.gather.rank
@@ -152,13 +140,12 @@ class Group:
             self.phase = Phase.LIVE
 
     def free(self) -> None:
-        """Forget the gathered values, and give the memory back unless other units use it in turn."""
+        """Forget the gathered values."""
         if self._phase is Phase.GATHERING:  # prefetched and not used
             self.gather()
         if self._phase is Phase.LIVE:
             self.phase = Phase.SHARDED
-        if not self._shared and self._phase is Phase.SHARDED:
-            self.buffer.release()
+            self.buffer.leave(self)
 
     def leave_buffer(self) -> None:
         """Called by the next user of the buffer."""
@@ -182,8 +169,7 @@ class Group:
         """Begin to send the gradients (none: zeros) to their ranks, in the dtype they were computed in, or fp32."""
         if self.accumulated_P is not None:
             self.accumulate()
-            if self._phase is Phase.LIVE:
-                self.phase = Phase.SHARDED
+            self.free()
             flat_P, self.accumulated_P = self.accumulated_P, None
         else:
             flat_P = self._pack()
@@ -193,9 +179,11 @@ class Group:
 
     def _pack(self) -> torch.Tensor:
         """The gradients in the group's buffer, or in one of the wire's dtype where that is another."""
-        wire_dtype = self._wires.dtype_of(self)
-        flat_P = self.buffer.take(self)
-        if wire_dtype != flat_P.dtype:
+        flat_P, least = self.buffer.flat, self._wires.reduce_dtype
+        wire_dtype = flat_P.dtype if least is None else torch.promote_types(flat_P.dtype, least)
+        if wire_dtype == flat_P.dtype:
+            self.buffer.take(self)
+        else:
             flat_P = torch.empty(flat_P.numel(), dtype=wire_dtype, device=flat_P.device)
         end = 0
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -217,6 +205,7 @@ class Group:
         self.gradient_S = total_S if self.gradient_S is None else self.gradient_S.add_(total_S)
         self._transfer = self._sent_WS = None
         self.phase = Phase.SHARDED
+        self.buffer.leave(self)
 
     def bind_gradients(self) -> None:
         """Show the sums, which are there, to the optimizer as ``shards[i].grad``."""
@@ -254,11 +243,6 @@ class Wires:
     reduce_dtype: torch.dtype | None  # the least precise of gradients; None: as computed (fp32 sums follow)
     note: Callable[[str, Unit], None]
     is_copy: bool  # this rank is in a later replica (HSDP)
-
-    def dtype_of(self, group: Group) -> torch.dtype:
-        """The dtype in which the group's gradients travel."""
-        computed = getattr(group.parameters[0], "grad_dtype", None) or group.buffer.flat.dtype
-        return computed if self.reduce_dtype is None else torch.promote_types(computed, self.reduce_dtype)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
-"""A model hub on loopback: the part of the Hugging Face hub's HTTP API that huggingface_hub needs for public models.
+"""A hub on loopback: the part of the Hugging Face hub's HTTP API that public models and data sets need.
 
-``with HubServer({"acme/tiny": folder}) as hub`` serves a folder as the model of that id; ``environment(home,
-hub.address)`` holds the variables with which a program downloads from it into ``home``.
+``with HubServer({"acme/tiny": folder}) as hub`` serves a folder as the model or data set of that id;
+``environment(home, hub.address)`` holds the variables with which a program downloads from it into ``home``.
 """
 
 from __future__ import annotations
@@ -92,14 +92,18 @@ class HubServer:
         """Answer one request."""
         path = unquote(urlsplit(handler.path).path)
         self.requests.append((handler.command, path, handler.headers.get("Range")))
-        words = path.removeprefix("/api/models").strip("/").split("/", 2)
+        api, path = (
+            path.startswith("/api/"),
+            path.removeprefix("/api").removeprefix("/models").removeprefix("/datasets"),
+        )
+        words = path.strip("/").split("/", 2)
         model = self.models.get("/".join(words[:2]))
         rest = words[2] if len(words) > 2 else ""
         if model is None:
             _refuse(handler, 404, "RepoNotFound")
         elif model.refuse:
             _refuse(handler, *model.refuse)
-        elif not path.startswith("/api/"):
+        elif not api:
             _answer_file(handler, model, rest.removeprefix("resolve/").partition("/")[2])
         elif rest.startswith("tree/"):
             _send_json(handler, [{"type": "file", "oid": etag, **facts} for facts, etag in _files(model)])

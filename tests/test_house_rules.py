@@ -17,6 +17,7 @@ LAYERS: dict[str, tuple[int, str]] = {
     "config": (0, ""),
     "run_folder": (0, ""),
     "words": (0, ""),
+    "verdict": (0, ""),
     "planning.hardware": (0, ""),
     "shard.simple.layout": (0, ""),
     "checkpoint.format": (0, ""),

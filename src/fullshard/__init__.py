@@ -19,6 +19,10 @@ _PLACES = {
     "merge_run": ("fullshard.merge.job", "merge_run"),
     "generate_text": ("fullshard.infer.generate", "generate_text"),
     "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
+    "judge_models": ("fullshard.evaluate", "judge_models"),
+    "judge_recipe": ("fullshard.evaluate", "judge_recipe"),
+    "write_run_report": ("fullshard.report.run", "write_run_report"),
+    "write_recipe_report": ("fullshard.report.run", "write_recipe_report"),
 }
 
 __all__ = ["__version__", *_PLACES]

@@ -117,14 +117,31 @@ def _merge(run: str, json_output: bool, **options: Any) -> None:
     _print_result(result, json_output, f"Next: fullshard chat {result.folder}")
 
 
-def _eval(model: str, data: str, show: int, json_output: bool, **options: Any) -> None:
-    result = fullshard.evaluate_run(model, data, **options)
-    if not json_output:
-        names = ["question", "expected", *(["base answer"] if result.base else []), "answer"]
-        said = zip(*(each.answers[:show] for each in (result.base, result) if each), strict=False)
-        rows = [[each[-1].prompt, each[-1].expected, *(answer.answer for answer in each)] for each in said]
-        _print_table(names, rows, show_lines=True)
+def _eval(models: list[str], data: str | None, show: int, json_output: bool, **options: Any) -> None:
+    if data is None and len(models) == 2 and not Path(models[1]).is_dir():
+        *models, data = models
+    if models[0].endswith((".yaml", ".yml")):
+        own = {key: options.pop(key) for key in ("scorer", "by", "limit", "max_new_tokens")}
+        if models[1:] or data or any(options.values()):
+            raise UserError("A recipe brings its own base, rows and settings.", f"fullshard eval {models[0]}")
+        result = fullshard.judge_recipe(fullshard.load_config(models[0]), **own)
+    else:
+        result = fullshard.judge_models(models, data, **options)
+    if not json_output and show:
+        names = ["question", "expected", *(f"{each.name} answer".removeprefix("model ") for each in result.results)]
+        said = [{one.row: one for one in each.answers} for each in result.results]
+        both = [[each[row] for each in said] for row in said[0] if all(row in each for each in said)]
+        rows = [[each[0].prompt, each[0].expected, *(one.answer for one in each)] for each in both]
+        _print_table(names, rows[:show], show_lines=True)
     _print_result(result, json_output)
+
+
+def _report(place: str, overrides: list[str] | None, **options: Any) -> None:
+    if Path(place).is_dir():
+        return print(f"Page: {fullshard.write_run_report(place, **options)}")
+    config = fullshard.load_config(place, overrides or ())
+    found = fullshard.write_recipe_report(config, fullshard.judge_recipe(config), **options)
+    print(found["decision"].replace("_", " ").capitalize(), *found["reasons"], f"Page: {found['page']}", sep="\n")
 
 
 def _prepare(recipe: str, overrides: list[str] | None, output: str | None, json_output: bool, **made: Any) -> None:
@@ -213,7 +230,7 @@ def _print_json(value: Any) -> None:
 
 
 FUNCTIONS = {"plan": _plan, "train": _train, "merge": _merge, "eval": _eval, "prepare": _prepare, "resume": _resume}
-FUNCTIONS |= {"doctor": _doctor, "generate": _generate, "trace": _trace}
+FUNCTIONS |= {"doctor": _doctor, "generate": _generate, "trace": _trace, "report": _report}
 app.callback()(_with_options(lambda **_: None, "version debug", ""))
 for name, verb in TABLE["verbs"].items():
     run = _with_options(FUNCTIONS.get(name) or partial(_call, verb["call"]), verb["takes"], name)

@@ -1,40 +1,61 @@
-"""Judge a model on rows of data: training's loss per supervised token, and greedy answers next to the expected ones."""
+"""Judge models on rows of data, by training's loss per supervised token and greedy answers next to the expected ones:
+the base before a run, with and without training rows in its prompt; base and tuned models after it."""
 
 import gc
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import math
+import re
+import runpy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import partial
-from itertools import islice
+from importlib import import_module
+from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from fullshard.config import DataSection
+from fullshard import run_folder
+from fullshard.config import DataSection, RunConfig
 from fullshard.data.chat import Renderer
 from fullshard.data.files import open_records
-from fullshard.data.sources import Row, iterate_rows
-from fullshard.errors import DataError
+from fullshard.data.prepared import read_splits
+from fullshard.data.sources import Account, Row, iterate_rows
+from fullshard.errors import Blame, ConfigError, DataError
 from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
+from fullshard.model.fetch import with_model_folder
 from fullshard.model.load import MERGE_FACTS
-from fullshard.run_folder import read_json
+from fullshard.run_folder import read_json, read_metrics
 from fullshard.train.loss import LossModel, held_out_loss
+from fullshard.verdict import compare, say, words
 
 NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
-Progress = Callable[[str, int, int], None]  # what is being done, rows done, rows in all
+NUM_EXAMPLES = 4  # training rows in the prompt, before a run
+NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
+Model = str | Path | Answerer
+RowLoss = tuple[int, str, float, int]  # place in the data, origin, nats, supervised tokens
+Scorer = Callable[[str, Row, str], float]  # of answer, row, expected
+SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
 
 
 @dataclass(frozen=True)
 class Answer:
     """One row: the prompt's last message, the expected answer, and what the model said (greedy)."""
 
+    row: int  # its place in the data
     origin: str  # file:line
     prompt: str
     expected: str
     answer: str
+    tokens: int  # of the answer, without its stop
     correct: bool  # equal without reasoning and without white space at both ends
+    number: bool | None  # whether the extracted number is right; None where the expected answer has none
+    refused: bool  # it begins like a refusal
+    score: float | None  # by the user's scorer
 
 
 @dataclass(frozen=True)
@@ -45,81 +66,188 @@ class EvalResult:
     rows: int  # rows that the loss covers
     supervised_tokens: int
     loss: float  # nats per supervised token
-    num_answers: int  # rows with an expected answer; 0 for plain text
-    num_correct: int
-    answers: tuple[Answer, ...]
+    row_losses: tuple[RowLoss, ...]
     left_out: tuple[str, ...]  # "file:line: reason" of each row that the loss or the answers leave out
+    name: str = "model"
+    answers: tuple[Answer, ...] = ()
     base: "EvalResult | None" = None
+    general: "EvalResult | None" = None  # the loss on a general set
 
-    @property
-    def exact_match(self) -> float | None:
-        """Share of correct answers; None where no row has an expected answer."""
-        return self.num_correct / self.num_answers if self.num_answers else None
+    num_answers = property(lambda self: len(self.answers))  # rows with an expected answer; 0 for plain text
+    num_correct = property(lambda self: sum(answer.correct for answer in self.answers))
+    exact_match = property(lambda self: self.num_correct / self.num_answers if self.answers else None)
+    perplexity = property(lambda self: math.exp(min(self.loss, 700.0)))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, with ``exact_match``."""
-        return asdict(self) | {"exact_match": self.exact_match, "base": self.base and self.base.to_json()}
+        """All of it as JSON values, with ``num_answers``, ``num_correct``, ``exact_match`` and ``perplexity``."""
+        made = {name: getattr(self, name) for name in ("num_answers", "num_correct", "exact_match", "perplexity")}
+        return asdict(self) | made | {"base": self.base and self.base.to_json()}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Models on the same rows, and comparisons of two each (``verdict.compare``)."""
+
+    data: str
+    results: tuple[EvalResult, ...]
+    comparisons: tuple[dict[str, Any], ...]  # with ``text``: the verdict in words
+    scorer: str | None = None
+    suite: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # by model and task of lm-eval
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return vars(self) | {"results": [result.to_json() for result in self.results]}
 
     def to_text(self) -> str:
-        """The lines to print: the figures of the model, below those of the base where there is one."""
-        lines = []
-        for name, result in (("base", self.base), ("model", self))[self.base is None :]:
-            covered = f"{result.supervised_tokens:,} supervised tokens in {result.rows} rows"
-            lines.append(f"{name}: loss {result.loss:.4f} over {covered}")
-            if result.exact_match is not None:
-                lines[-1] += f"; exact match {result.num_correct} of {result.num_answers} ({result.exact_match:.0%})"
-        lines += [f"left out: {len(self.left_out)} rows, first {self.left_out[0]}"] if self.left_out else []
-        return "\n".join(lines)
+        """The lines to print."""
+        return say("judgement", **vars(self))
 
 
-def evaluate_run(
-    model: str | Path | Answerer, data: str | Path, base: str | Path | Answerer | None = None, limit: int | None = None,
-    max_new_tokens: int | None = None, batch_size: int = 16, settings: dict[str, Any] | None = None,
-    progress: Progress | None = None, template_arguments: dict[str, Any] | None = None,
+def evaluate_run(model: Model, data: str | Path, base: Model | None = None, **options: Any) -> EvalResult:
+    """Evaluate one model on a data file, and ``base`` on the same rows. Takes and raises what judge_models does."""
+    results = judge_models([model], data, base, **options).results
+    return replace(results[-1], base=results[0] if results[1:] else None)
+
+
+def judge_models(
+    models: Sequence[Model], data: str | Path | None = None, base: Model | None = None, general: str | None = None,
+    scorer: str | None = None, by: str | None = None, suite: Sequence[str] | None = None, limit: int | None = None,
+    template_arguments: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **options: Any,
+) -> Judgement:  # fmt: skip
+    """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings
+    its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
+    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: what judges
+    (of verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``settings``: keys of the
+    recipe's data section; default those of the first model's run; ``template_arguments`` go before. ``options``: of
+    ``_measure``. Raises DataError where no row can be used, ModelError, ConfigError."""
+    places, runs = list(models), []
+    for index, model in enumerate(models):
+        if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
+            runs.append(run_folder.require_run(Path(model)))
+            places[index] = (runs[-1] / run_folder.MERGED).resolve()
+            if not places[index].is_dir():
+                raise ConfigError(f"{model} is not merged yet.", f"First: fullshard merge {model}")
+    if runs:
+        config, held_out = read_json(runs[0] / run_folder.CONFIG), runs[0] / run_folder.HELD_OUT
+        data = data or (held_out if held_out.is_file() else config["data"]["eval"])
+        base = base or config["model"]["path"]
+    if not data or (by and not base and len(models) == 1):
+        problem = "There is nothing to compare with, so nothing to judge by." if data else "There are no held-out rows."
+        raise ConfigError(problem, f"Name it: {'--base MODEL' if data else '--data FILE'}")
+    with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
+        harness = import_module("lm_eval") if suite else None
+    settings = _facts_of(places[0]).get("settings", {}) if settings is None else settings
+    section = _section(str(data), settings, template_arguments)
+    if general:
+        options["general"] = _read(_section(str(general), {"template_arguments": section.template_arguments}), None)
+    rows, score = _read(section, limit), scorer and _load_scorer(scorer, str(data), section.source)
+    if base is not None:
+        places.insert(0, base)
+    names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
+    results = [_measure(*pair, rows, section, score, **options) for pair in zip(places, names, strict=True)]
+    hours = dict(zip(names, map(_device_hours, places), strict=True)) | {"base": None}
+    found = [compare(*pair, by, pair[0].name == "base" and hours[pair[1].name]) for pair in combinations(results, 2)]
+    kept: dict[str, Any] = {}
+    with Blame(ConfigError, f"lm-eval cannot run {', '.join(suite or ())}", "All its tasks: lm-eval ls tasks"):
+        for result in results if suite else ():
+            told = {"model": "hf", "model_args": {"pretrained": result.model}, "tasks": list(suite), "limit": limit}
+            kept[result.name] = harness.simple_evaluate(**told)["results"]
+    judgement = Judgement(str(data), tuple(results), tuple(found), scorer, kept)
+    for run in runs:
+        run_folder.write_json(run / run_folder.EVAL, judgement.to_json())
+    return judgement
+
+
+def judge_recipe(
+    config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None, **options: Any
+) -> Judgement:
+    """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what is to be gained,
+    and the smallest difference that so many rows show. Nothing is trained. Takes and raises as judge_models."""
+    section, examples, rows = config.data, [], []
+    if section.eval is None:
+        raise ConfigError("The recipe sets no held-out rows apart.", "Set data.eval=0.1 (a share), or a file.")
+    for split, row in read_splits(config, {"train": Account(), "eval": Account()}):
+        if split == "eval":
+            rows.append(row)
+        elif len(examples) < NUM_EXAMPLES and not row.tools and row.messages:
+            examples += [row] * (row.messages[-1]["role"] == "assistant")
+    data = section.eval if isinstance(section.eval, str) else config.train_files[0].path
+    score = scorer and _load_scorer(scorer, data, section.source)
+    answerer = load_for_inference(with_model_folder(config).model.path, section.template_arguments)
+    results = [_measure(answerer, "base", rows[:limit], section, score, **options)]
+    if examples and rows[0].messages:
+        told = [_with_examples(row, examples) for row in rows[:limit]]
+        name = f"base with {len(examples)} training rows in its prompt"
+        results.append(_measure(answerer, name, told, section, score, **options))
+    return Judgement(data, tuple(results), (compare(results[0], results[-1], by, text="before"),), scorer)
+
+
+def _measure(
+    model: Model, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
+    general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Any = None,
 ) -> EvalResult:  # fmt: skip
-    """Evaluate a model folder on a data file, and ``base`` on the same rows. ``limit``: only the first rows.
-    ``max_new_tokens``: default the longest expected answer and 8 more. ``settings``: keys of the recipe's data section
-    that say how rows are read; default: those of the merged run. ``template_arguments`` go before theirs. Raises
-    DataError where no row can be used, ModelError, ConfigError."""
-    if settings is None:
-        made = {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
-        settings = made.get("settings", {})
+    """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``progress``:
+    called with what is being done, rows done and rows in all."""
+    gc.collect()  # the weights of a model measured before go first
+    say_done = progress or (lambda what, done, total: None)
+    answerer = load_for_inference(model, section.template_arguments)
+    place = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
+    found = _measure_loss(answerer, rows, section, partial(say_done, "loss"))
+    if general:
+        found["general"] = EvalResult(place, **_measure_loss(answerer, general, section, partial(say_done, "general")))
+    options = {"batch_size": batch_size, "progress": partial(say_done, "answers")}
+    answers, skipped = _answers(answerer, rows, max_new_tokens, score, options)
+    found["left_out"] += tuple(skipped)
+    return EvalResult(place, name=name, answers=tuple(answers), **found)
+
+
+def extract_number(text: str) -> Fraction | None:
+    """The last number behind ``####`` in its line (GSM8K), else of the whole text: 1,234.50 and 1/2 too. None: none."""
+    marked = text.partition("####")[2].strip().partition("\n")[0]
+    found = NUMBER.findall(marked) or NUMBER.findall(text)
+    return Fraction(found[-1].replace(",", "")) if found else None
+
+
+def _facts_of(model: Model) -> dict[str, Any]:
+    """What the merge says of a folder."""
+    return {} if isinstance(model, Answerer) else read_json(Path(model).expanduser() / MERGE_FACTS, optional=True)
+
+
+def _section(data: str, settings: dict[str, Any], template_arguments: dict[str, Any] | None = None) -> DataSection:
     if template_arguments is not None:
         settings = settings | {"template_arguments": template_arguments}
     if columns := settings.get("columns"):  # a run writes its held-out rows as messages or text, whatever they were
-        records = (record for file in open_records(str(data), "huggingface") for _, record in file[1])
+        records = (record for file in open_records(data, "huggingface") for _, record in file[1])
         first = next((record for record in records if isinstance(record, dict)), {})
         settings = settings | {"columns": columns if first.keys() & columns.keys() else None}
-    section = DataSection(train=str(data), **{key: settings[key] for key in settings if key != "max_length"})
+    return DataSection(train=data, **{key: settings[key] for key in settings if key != "max_length"})
+
+
+def _read(section: DataSection, limit: int | None) -> list[Row]:
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; it is {limit}.", "Leave it out to use every row.")
-    if not (rows := list(islice(iterate_rows(str(data), section), limit))):
-        raise DataError(f"{data} holds no rows.", "Give a file with at least one row.")
-    say = progress or (lambda what, done, total: None)
-    options = {"batch_size": batch_size, "progress": partial(say, "answers")}
-
-    def measure(model: str | Path | Answerer, compared: EvalResult | None = None) -> EvalResult:
-        answerer = load_for_inference(model, section.template_arguments)
-        name = str(model) if isinstance(model, str | Path) else str(getattr(answerer.model, "name_or_path", ""))
-        used, left_out = _render_rows(answerer, rows, section)
-        say("loss", 0, count := len(used.lengths))
-        measured = LossModel(answerer.model), used, (batch_size, "rows"), answerer.pad_id, answerer.model.device
-        loss = held_out_loss(*measured)
-        say("loss", count, count)
-        answers, skipped = _answers(answerer, rows, max_new_tokens, options)
-        figures = (count, int(used.supervised.sum()), loss, len(answers), sum(answer.correct for answer in answers))
-        return EvalResult(name, *figures, tuple(answers), tuple(left_out + skipped), compared)
-
-    compared = None if base is None else measure(base)
-    gc.collect()  # the base's weights go before the model's come
-    return measure(model, compared)
+    if not (rows := list(islice(iterate_rows(section.train, section), limit))):
+        raise DataError(f"{section.train} holds no rows.", "Give a file with at least one row.")
+    return rows
 
 
-def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> tuple[SimpleNamespace, list[str]]:
-    """Rows in memory that are read like prepared data, and why others are left out."""
-    limit = answerer.max_positions or NO_LIMIT
-    used, left_out, renderer = [], [], Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
-    for row in rows:
+def _with_examples(row: Row, examples: list[Row]) -> Row:
+    """``row`` with the conversations of ``examples``, which the loss does not count, behind its system message."""
+    start = sum(message["role"] in ("system", "developer") for message in row.messages[:1])
+    told = [message | {"train": False} for each in examples for message in each.messages if message["role"] != "system"]
+    return replace(row, messages=[*row.messages[:start], *told, *row.messages[start:]])
+
+
+def _measure_loss(
+    answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
+    limit, model, device = answerer.max_positions or NO_LIMIT, LossModel(answerer.model), answerer.model.device
+    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
+    losses, left_out = [], []
+    for place, row in enumerate(rows):
+        progress(place, len(rows))
+        used = []
         for part in renderer.row(row):
             if len(part.ids) > limit:
                 left_out.append(f"{row.origin}: {len(part.ids)} tokens, the model has {limit} positions (loss)")
@@ -127,37 +255,79 @@ def _render_rows(answerer: Answerer, rows: list[Row], section: DataSection) -> t
                 left_out.append(f"{row.origin}: no supervised token (loss)")
             else:
                 used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
-    if not used:
+        if used:
+            sizes, counts = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
+            alone = SimpleNamespace(row=used.__getitem__, lengths=np.array(sizes), supervised=np.array(counts))
+            loss = held_out_loss(model, alone, (1, "rows"), answerer.pad_id, device)
+            losses.append((place, row.origin, loss * sum(counts), sum(counts)))
+    if not losses:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
-    lengths, supervised = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
-    return SimpleNamespace(row=used.__getitem__, lengths=np.array(lengths), supervised=np.array(supervised)), left_out
+    nats, tokens = (sum(each[place] for each in losses) for place in (2, 3))
+    found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens}
+    return found | {"row_losses": tuple(losses), "left_out": tuple(left_out)}
 
 
-def _answers(answerer: Answerer, rows: list[Row], most: int | None, options: Any) -> tuple[list[Answer], list[str]]:
+def _answers(
+    answerer: Answerer, rows: list[Row], most: int | None, score: Scorer | None, options: Any
+) -> tuple[list[Answer], list[str]]:
     """Greedy answers to every row that ends in an assistant message; and the rows that have no room for an answer. A
     tool call is compared as the template writes it; of an answer with reasoning, what stands behind ``</think>``."""
-    asked = [row for row in rows if len(row.messages or ()) > 1 and row.messages[-1]["role"] == "assistant"]
+    several = [(place, row) for place, row in enumerate(rows) if len(row.messages or ()) > 1]
+    asked = [(place, row) for place, row in several if row.messages[-1]["role"] == "assistant"]
     if not asked or not answerer.has_template:
         return [], []
-    taught = [answerer.renderer.answer(row.messages, row.tools) for row in asked]
+    taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
     most = most or max(map(len, taught)) + SPARE_TOKENS
     limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
-    for row, wanted in zip(asked, taught, strict=True):
+    for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < most:
             left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {most} new ones (answer)")
         else:
-            fitting.append((row, wanted))
+            fitting.append((place, row, wanted))
             prompts.append(ids)
     generated = generate_ids(answerer, prompts, most, **options)
     answers, decode = [], partial(answerer.tokenizer.decode, skip_special_tokens=True)
-    for (row, wanted), ids in zip(fitting, generated, strict=True):
+    refusal = re.compile("|".join(words("en")["refusals"] + words("zh")["refusals"]), re.IGNORECASE)
+    for (place, row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(ids).strip()
-        expected = decode(wanted) if last.get("tool_calls") else last["content"]
-        is_correct = _conclusion(answer) == _conclusion(expected)
-        answers.append(Answer(row.origin, row.messages[-2]["content"], expected.strip(), answer, is_correct))
+        expected = (decode(wanted) if last.get("tool_calls") else last["content"]).strip()
+        said, right = _conclusion(answer), _conclusion(expected)
+        number = extract_number(right) if "####" in right or NUMBER.fullmatch(right) else None
+        judged = said == right, None if number is None else extract_number(said) == number, bool(refusal.match(said))
+        judged += (score(answer, row, expected) if score else None,)
+        answers.append(Answer(place, row.origin, row.messages[-2]["content"], expected, answer, len(ids), *judged))
     return answers, left_out
 
 
 def _conclusion(answer: str) -> str:
     return answer.rpartition("</think>")[2].strip()
+
+
+def _load_scorer(path: str, data: str, source: str) -> Scorer:
+    """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
+    messages, prompt and expected where that has no such keys."""
+    with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
+        score = runpy.run_path(path)["score"]
+    records: dict[str, list[Any]] = defaultdict(list)
+    for label, found, _ in open_records(data, source):
+        for number, record in found:
+            records[f"{label}:{number}"].append(record)
+
+    def judge(answer: str, row: Row, expected: str) -> float:
+        known = {"messages": row.messages, "prompt": row.messages[-2]["content"], "expected": expected}
+        own = records[row.origin][0] if len(records[row.origin]) == 1 else {}
+        with Blame(ConfigError, f"{path}: score fails at the answer to {row.origin}", SCORER_HINT):
+            if not math.isfinite(value := float(score(answer, known | own))):
+                raise ValueError(f"it is {value}")
+        return value
+
+    return judge
+
+
+def _device_hours(model: Model) -> float | None:
+    """What the run behind a merged folder took, by its metrics; None where it is not here."""
+    run = Path(_facts_of(model).get("run", "/nowhere"))
+    seconds = sum(record["seconds"] for record in read_metrics(run) if record["kind"] == "train")
+    ranks = read_json(run / run_folder.PLAN, optional=True).get("ranks")
+    return seconds * ranks / 3600 if seconds and ranks else None

@@ -1,7 +1,6 @@
 """Starts the ranks of a run here, or recognises a launcher that has started them (torchrun and the like)."""
 
 import ctypes
-import json
 import logging
 import os
 import platform
@@ -73,8 +72,7 @@ def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | No
 
     config, short = load_config(recipe, overrides), [*overrides, f"train.max_steps={PROBE_STEPS}"]
     with _short_run(Path(config.output), recipe, short, ranks, "quiet") as run:
-        records = map(json.loads, (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines())
-        steps = [record for record in records if record["kind"] == "train"]
+        steps = [record for record in run_folder.read_metrics(run) if record["kind"] == "train"]
     speed = statistics.median(record["tokens_per_second"] for record in steps[1:] or steps)
     plan = make_plan(config, ranks, tokens_per_second=speed, **money)
     peak = format_bytes(steps[-1]["memory_bytes"])

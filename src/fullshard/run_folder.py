@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,8 @@ DATA = "data.json"
 METRICS = "metrics.jsonl"
 TRACE = "trace.json"  # what the engine did in one step, by rank
 HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
+EVAL = "eval.json"  # how the merged model was judged
+REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 MERGED = "merged"
 PREPARED = "prepared"  # tokenised data, one sub-folder a split
@@ -91,6 +94,15 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         if not isinstance(value := json.loads(content), dict):
             raise ValueError("no object")
     return value
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of a run, oldest first; [] where there are none. A line that a kill cut short is left out."""
+    records = []
+    for line in (run / METRICS).read_bytes().splitlines() if (run / METRICS).is_file() else ():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

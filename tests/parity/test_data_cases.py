@@ -47,8 +47,12 @@ def write_texts(path: Path, *num_words: int) -> Path:
     return path
 
 
-def recipe(folder: Path, model: Path, rows: Path, data: dict | None = None, **train) -> RunConfig:
+BOTH_ENGINES = pytest.mark.parametrize("engine", ["torch", "simple"])
+
+
+def recipe(folder: Path, model: Path, rows: Path, data: dict | None = None, engine="torch", **train) -> RunConfig:
     values = {
+        "engine": engine,
         "model": {"path": str(model)},
         "data": {"train": str(rows), "max_length": 32, **(data or {})},
         "method": "full",
@@ -241,11 +245,12 @@ LAYOUTS = [(1, 1, [4, "rows"]), (1, 4, [1, "rows"]), (2, 2, [1, "rows"]), (2, 1,
 MEANS = {1: 4.0, 7: 2.0, 3: 3.0, 5: 1.0}  # targets of a row -> its mean token loss, for the arithmetic control
 
 
+@BOTH_ENGINES
 @pytest.mark.parametrize(("num_ranks", "accumulation", "micro"), LAYOUTS)
-def test_one_loss_for_every_layout_of_four_rows(tmp_path, k1_folder, num_ranks, accumulation, micro):
+def test_one_loss_for_every_layout_of_four_rows(tmp_path, k1_folder, engine, num_ranks, accumulation, micro):
     """HO-5: 1, 7, 3 and 5 targets; loss, gradient norm and weights are the oracle's."""
     rows = write_texts(tmp_path / "ho5.jsonl", *MEANS)
-    config = recipe(tmp_path / "run", k1_folder, rows, global_batch="4 rows", **SGD)
+    config = recipe(tmp_path / "run", k1_folder, rows, engine=engine, global_batch="4 rows", **SGD)
     run, _ = train(config, num_ranks, micro)
     data = open_prepared(run / PREPARED, "train")
     assert data.supervised.tolist() == [1, 7, 3, 5]
@@ -274,11 +279,12 @@ def train_with_stubbed_loss(ranks, run: str, config: dict, micro: list) -> None:
         loop.batch_loss = real
 
 
+@BOTH_ENGINES
 @pytest.mark.parametrize(("num_ranks", "accumulation", "micro"), LAYOUTS)
-def test_the_loss_is_no_mean_of_row_means(tmp_path, k1_folder, num_ranks, accumulation, micro):
+def test_the_loss_is_no_mean_of_row_means(tmp_path, k1_folder, engine, num_ranks, accumulation, micro):
     """HO-5: (4 + 14 + 9 + 5) / 16 = 2.0; 2.5 would be the mean of row means. It is logged nowhere."""
     rows = write_texts(tmp_path / "ho5.jsonl", *MEANS)
-    config = recipe(tmp_path / "run", k1_folder, rows, global_batch="4 rows", **SGD)
+    config = recipe(tmp_path / "run", k1_folder, rows, engine=engine, global_batch="4 rows", **SGD)
     run, _ = train(config, num_ranks, micro, train_with_stubbed_loss)
     (step,) = records_of(run, "train")
     assert step["loss"] == pytest.approx(2.0, rel=1e-6)
@@ -313,10 +319,11 @@ def train_and_watch(ranks, run: str, config: dict, micro: list) -> list[tuple[in
     return seen
 
 
-def test_five_rows_on_two_ranks(tmp_path, k1_folder):
+@BOTH_ENGINES
+def test_five_rows_on_two_ranks(tmp_path, k1_folder, engine):
     """HO-6: 2 ranks in step, each row once and its id logged, fills weigh nothing, eval is the oracle's over 5 rows."""
     rows = write_texts(tmp_path / "ho6.jsonl", 1, 7, 3, 5, 6)
-    config = recipe(tmp_path / "run", k1_folder, rows, {"eval": str(rows)}, global_batch="4 rows", **SGD)
+    config = recipe(tmp_path / "run", k1_folder, rows, {"eval": str(rows)}, engine, global_batch="4 rows", **SGD)
     run, seen = train(config, 2, [2, "rows"], train_and_watch)
     assert len(seen[0]) == len(seen[1]) == 2  # micro-batches: one in each of two steps
     assert sorted(row for rank in seen for micro in rank for row in micro) == [0, 1, 2, 3, 4]
@@ -341,10 +348,11 @@ def test_five_rows_on_two_ranks(tmp_path, k1_folder):
     assert evals[-1]["loss"] == pytest.approx(oracle(tmp_path / "stepped", everything)[0], rel=1e-5)
 
 
-def test_one_row_on_two_ranks(tmp_path, k1_folder):
+@BOTH_ENGINES
+def test_one_row_on_two_ranks(tmp_path, k1_folder, engine):
     """HO-6: one rank has no row and no weight."""
     rows = write_texts(tmp_path / "ho6.jsonl", 5)
-    config = recipe(tmp_path / "run", k1_folder, rows, global_batch="4 rows", **SGD)
+    config = recipe(tmp_path / "run", k1_folder, rows, engine=engine, global_batch="4 rows", **SGD)
     run, seen = train(config, 2, [2, "rows"], train_and_watch)
     assert sorted(seen) == [[()], [(0,)]]
     (step,) = records_of(run, "train")

@@ -92,6 +92,22 @@ def test_packed_gradients_equal_the_separate_ones(tmp_path, family):
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_cost_is_the_sum_of_squared_document_lengths(tmp_path, family, monkeypatch):
+    """What PyTorch's kernel is called with on CPU: one document at a time, never the whole sequence."""
+    path = make_model(tmp_path, family)
+    model = LossModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=BY_DOCUMENT)).eval()
+    sizes, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query, key, value, **settings):
+        sizes.append((query.shape[2], key.shape[2]))
+        return kernel(query, key, value, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    model(torch.cat(ROWS)[None], None, POSITIONS, documents=Documents([[6, 7]]))
+    assert sizes == [(6, 6), (7, 7)] * 2  # two layers
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "falcon"])
 def test_packed_and_unpacked_runs_are_one_on_1_to_4_ranks(tmp_path, family):
     """Losses and gradient norms of two steps, and the weights after them (SGD: their change is the gradients)."""

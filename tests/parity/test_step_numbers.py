@@ -91,12 +91,12 @@ def ho5_run(folder: Path, model: Path):
 
 def change_mask(data: Path, change: Callable[[np.ndarray, np.ndarray], None]) -> None:
     """Change the mask of prepared rows, (supervised, offsets) in place, and what is counted of it."""
-    mask, rows = load_file(data / "supervised.safetensors"), load_file(data / "rows.safetensors")
-    change(mask["supervised"], rows["offsets"])
-    parts = np.split(mask["supervised"], rows["offsets"][1:-1])
-    rows["targets"] = np.array([part[1:].sum() for part in parts], dtype=rows["targets"].dtype)
-    save_file(mask, data / "supervised.safetensors")
-    save_file(rows, data / "rows.safetensors")
+    mask, lengths = (load_file(data / f"{name}.safetensors")[name] for name in ("supervised", "lengths"))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    change(mask, offsets)
+    targets = np.array([part[1:].sum() for part in np.split(mask, offsets[1:-1])], dtype=np.int32)
+    save_file({"supervised": mask}, data / "supervised.safetensors")
+    save_file({"targets": targets}, data / "targets.safetensors")
 
 
 HO5 = [(1, [4, "rows"]), (1, [1, "rows"]), (2, [1, "rows"]), (2, [2, "rows"])]  # ranks, batch; the rest accumulates

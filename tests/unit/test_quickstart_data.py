@@ -88,9 +88,8 @@ def test_answers_are_commands_of_the_product(rows, tmp_path):
         named = [word for word in words[1:] if word.startswith("--")]
         assert set(named) <= options, text
         places = [word for word in words[1:] if word.isupper()]
-        metavars = [
-            parameter.metavar.strip(".") for parameter in verb.params if parameter.param_type_name == "argument"
-        ]
+        given = [parameter.metavar for parameter in verb.params if parameter.param_type_name == "argument"]
+        metavars = re.sub(r"[.\[\]]", "", " ".join(given)).split()
         assert places == metavars[: len(places)], text
 
 

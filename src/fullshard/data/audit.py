@@ -7,13 +7,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fullshard.data.sources import SHOWN, Account
-from fullshard.errors import DataError
+from fullshard.data.sources import KEPT, Account
 
 NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
-LEAVE_OUT = "to leave such rows out"
-LARGEST = ("longest", "longest_written", "max_token_id")  # of these figures the largest counts, the others add up
+NOT_RENDERED = "not rendered"  # refused by the chat template, or of words that the tokenizer does not know
+LARGEST = ("longest", "longest_written")  # of these figures the largest counts, the others add up
 STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
 
 
@@ -36,36 +35,32 @@ class Audit(Account):
     tokens_cut: int = 0
     longest: int = 0  # tokens of the longest row before cutting or dropping
     longest_written: int = 0  # and after
-    max_token_id: int = 0
     special_strings: int = 0  # source rows that write out a special token where it is no answer
-    longest_origin: str = ""
     refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
-    stops: Counter[int] = field(default_factory=Counter)  # supervised end-of-turn ids
-    length_histogram: Counter[int] = field(default_factory=Counter)
+    stops: Counter[str] = field(default_factory=Counter)  # supervised end-of-turn ids, as text: JSON keys
+    length_histogram: Counter[str] = field(default_factory=Counter)
     unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
+    not_rendered: list[tuple[str, str]] = field(default_factory=list)  # the first: message, hint
 
     def count(self, figure: str, origin: str) -> None:
         """Count a row in one of the figures, and its place."""
         setattr(self, figure, getattr(self, figure) + 1)
         self.note(figure, origin)
 
-    def measure(self, length: int, origin: str) -> None:
+    def measure(self, length: int) -> None:
         """Count the length of a training row as rendered."""
-        if length > self.longest:
-            self.longest, self.longest_origin = length, origin
+        self.longest = max(self.longest, length)
         step = length // STEP_TOKENS * STEP_TOKENS if length < FINE_TOKENS else 1 << (length.bit_length() - 1)
-        self.length_histogram[step] += 1
+        self.length_histogram[str(step)] += 1
 
     def add(self, later: "Audit") -> None:
         """Take in the account of the rows that follow."""
-        if later.longest > self.longest:
-            self.longest_origin = later.longest_origin
         for name, value in vars(later).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):
                 mine.update(value)
             elif isinstance(value, dict):
-                mine.update({what: (mine.get(what, []) + places)[:SHOWN] for what, places in value.items()})
+                mine.update({what: (mine.get(what, []) + places)[:KEPT] for what, places in value.items()})
             elif isinstance(value, list):
                 mine.extend(value[: 1 - len(mine)])
             elif isinstance(value, int):
@@ -74,42 +69,21 @@ class Audit(Account):
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Audit":
         """What ``vars`` of an audit was, written as JSON and read again."""
-        numbers = {name: {int(key): n for key, n in values[name].items()} for name in ("stops", "length_histogram")}
-        counters = {name: values.get(name, {}) for name in ("dropped", "bad", "refused")} | numbers
-        return cls(**values | {name: Counter(counts) for name, counts in counters.items()})
+        counters = ("dropped", "bad", "refused", "stops", "length_histogram")
+        return cls(**values | {name: Counter(values[name]) for name in counters})
 
     def to_json(self, account: Account) -> dict[str, Any]:
         """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""
-        figures = {name: value for name, value in vars(self).items() if isinstance(value, int | str)}
+        figures = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return figures | {
             "shape": ", ".join(account.shapes),
             **{name: getattr(account, name) for name in ("read", "blank", "held_out")},
             **{"bad": dict(account.bad), "dropped": dict(account.dropped), "places": self.places | account.places},
             "special_strings": {"rows": self.special_strings, "places": self.places.get("special_strings", [])},
-            "length_histogram": {str(length): count for length, count in sorted(self.length_histogram.items())},
+            "length_histogram": dict(sorted(self.length_histogram.items(), key=lambda item: int(item[0]))),
             "stop_tokens": self.stops.total(),
-            "stop_ids": [number for number, _ in self.stops.most_common()],
+            "stop_ids": [int(number) for number, _ in self.stops.most_common()],
         }
-
-    def refuse(self, max_length: int) -> DataError | None:
-        """The error for rows that may not be dropped; None where there are none."""
-        if self.unsupervised:
-            (origin, length, before), more = self.unsupervised[0], self.refused[NO_SUPERVISED] - 1
-            others = f" {more:,} more rows are like it." if more > 1 else " 1 more row is like it." if more else ""
-            problem = f"none of {length} tokens is supervised: the row has no answer, or an empty one"
-            hint = "Repair the row"
-            if before is not None:  # tokens before the first supervised one
-                problem = f"{before} tokens come before the first supervised one, but data.max_length is {max_length}"
-                problem += ": nothing would be supervised"
-                hint = f"Set data.max_length={length} (the whole row)"
-            return DataError(f"{origin}: {problem}.{others}", f"{hint}, or set data.too_long=drop {LEAVE_OUT}.")
-        if not (count := self.refused[TOO_LONG]):
-            return None
-        rows = "1 row is" if count == 1 else f"{count:,} rows are"
-        more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
-        some = f"{', '.join(self.places['refused'])}{more}; the longest has {self.longest}"
-        hint = f"Set data.max_length={self.longest}, or data.too_long=drop {LEAVE_OUT}, or data.too_long=cut."
-        return DataError(f"{rows} longer than data.max_length ({max_length} tokens): {some}.", hint)
 
 
 def report_lines(macro: str, *facts: Any) -> list[str]:

@@ -1,10 +1,9 @@
 """Rows to tokens without rendering and masking each by itself: ids and masks as of ``Renderer``.
 
-A chat template is rendered once for each sequence of roles, with place-holders for the contents. Added tokens (of which
-no content may hold one) cut the text into segments that a tokenizer takes one by one; those that hold a content are
-tokenised for each row, all other ids and marks are the first row's. Rows for which that could differ (see
-``_pattern_of``) go the slow way (``Renderer``), against which the first rows of each sequence of roles and every 200th
-are checked; at the first difference it is given up for these roles."""
+A chat template is rendered once for each sequence of roles, with place-holders for the contents. Added tokens (no
+content may hold one) cut the text into segments that a tokenizer takes one by one; those of a content are tokenised for
+each row, all else is the first row's. Rows for which that could differ (``_pattern_of``) go the slow way, against which
+the first of each sequence of roles and every 200th are checked: a difference ends it for these roles."""
 
 import re
 from collections import namedtuple
@@ -34,16 +33,17 @@ class _Pattern:
     """How rows of one sequence of roles are written: a segment for each message, and what all rows have around the
     contents (one more; with heads and tails, ``stops`` counted from its own first id)."""
 
+    roles: tuple[str, ...]
     segments: list[_Segment]
     constants: list[Rendered]
     seen: int = 0
 
 
 class BatchRenderer:
-    """Renders rows, in order, as ``Renderer`` would one by one."""
+    """Renders rows, in order, as ``Renderer`` would one by one. ``on_bad``: stop or drop where that refuses a row."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: Renderer, on_bad: str = "stop") -> None:
+        self._renderer, self._on_bad = renderer, on_bad
         self._patterns: dict[tuple[str, ...], _Pattern | None] = {}  # None: only the slow way is right
         tokenizer = renderer.tokenizer
         added = tokenizer.added_tokens_decoder.values()
@@ -53,8 +53,9 @@ class BatchRenderer:
         self._known = _any_of(constants | {token.content for token in added})
         self._special = _any_of({token.content for token in added if token.special})
 
-    def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered]]]:
-        """Each row with its training rows, in order; ``plain``: which way it went. A DataError names the row."""
+    def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered] | DataError]]:
+        """Each row with its training rows, in order; ``plain``: which way it went. A DataError, which names the row, is
+        raised (stop) or stands instead of them (drop)."""
         source = iter(rows)
         while batch := list(islice(source, BATCH_ROWS)):
             patterns = [self._pattern_of(row) for row in batch]
@@ -67,16 +68,23 @@ class BatchRenderer:
                 filled = _fill(pattern, list(islice(encodings, len(pattern.segments)))) if pattern else None
                 self.plain = filled is not None
                 if pattern is None or filled is None:
-                    yield row, self._renderer.row(row)
+                    yield row, self._render_alone(row)
                     continue
-                found = [filled]
-                pattern.seen += 1
+                found, pattern.seen = [filled], pattern.seen + 1
                 is_due = pattern.seen <= CHECKED_FIRST or pattern.seen % CHECKED_EVERY == 0
-                if is_due and (slow := self._renderer.row(row)) != found:
-                    self._patterns[_roles(row)] = None
+                if is_due and (slow := self._render_alone(row)) != found:
+                    self._patterns[pattern.roles] = None
                     pattern.seen = -CHECKED_NOW  # what is prepared already is checked row by row
                     found = slow
                 yield row, found
+
+    def _render_alone(self, row: Row) -> list[Rendered] | DataError:
+        try:
+            return self._renderer.row(row)
+        except DataError as error:
+            if self._on_bad == "stop":
+                raise
+            return error
 
     def _encode(self, texts: list[str]) -> list[Any]:
         return self._renderer.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -88,8 +96,8 @@ class BatchRenderer:
             text = message["content"]
             if len(message) != 2 or not text or text[0].isspace() or text[-1].isspace() or self._known.search(text):
                 return None
-        if (roles := _roles(row)) not in self._patterns:
-            self._patterns[roles] = self._learn(row)
+        if (roles := tuple(message["role"] for message in row.messages)) not in self._patterns:
+            self._patterns[roles] = self._learn(row, roles)
         return self._patterns[roles]
 
     def writes_special(self, row: Row) -> bool:
@@ -97,7 +105,7 @@ class BatchRenderer:
         said = [message["content"] for message in row.messages or () if message["role"] != "assistant"]
         return any(self._special.search(text) for text in [*said, row.text] if text)
 
-    def _learn(self, row: Row) -> _Pattern | None:
+    def _learn(self, row: Row, roles: tuple[str, ...]) -> _Pattern | None:
         """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
         assert row.messages is not None
         empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
@@ -106,22 +114,19 @@ class BatchRenderer:
             (slow,) = self._renderer.row(row)
         except (DataError, ValueError):  # the slow way will say what is wrong, or gives a row an answer
             return None
-        literals = []
-        for message in empty:
-            literal, found, rest = rest.partition(message["content"])
-            literals.append(literal)
-            if not found or message["content"] in rest:
+        pieces = []
+        for place, message in zip(empty, row.messages, strict=True):
+            literal, found, rest = rest.partition(place["content"])
+            pieces += [literal, message["content"]]
+            if not found or place["content"] in rest:
                 return None
-        pieces = [literals[0]]
-        for message, literal in zip(row.messages, [*literals[1:], rest], strict=True):
-            pieces += [message["content"], literal]
-        text, borders = "".join(pieces), list(accumulate(map(len, pieces)))
+        text, borders = "".join([*pieces, rest]), list(accumulate(map(len, pieces)))
         encoded = self._renderer.encode(text)
         if text != self._renderer.text(row.messages) or encoded.ids != slow.ids:
             return None
-        pattern, done = _Pattern([], []), 0
+        pattern, done = _Pattern(roles, [], []), 0
         added = [-1, *(place for place, number in enumerate(slow.ids) if number in self._added), len(slow.ids)]
-        for start, end in zip(borders[::2], borders[1::2], strict=False):
+        for start, end in zip(borders[::2], borders[1::2], strict=True):
             inside = [place for place, (low, high) in enumerate(encoded.offsets) if high > start and low < end]
             if not inside:
                 return None
@@ -140,10 +145,6 @@ class BatchRenderer:
             done = last + 1
         pattern.constants.append(slow.part(done, len(slow.ids)))
         return pattern
-
-
-def _roles(row: Row) -> tuple[str, ...]:
-    return tuple(message["role"] for message in row.messages or ())
 
 
 def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:

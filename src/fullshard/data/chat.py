@@ -2,9 +2,8 @@
 are made.
 
 An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
-and including the turn. Where all turns begin the whole conversation it is one training row; where the template rewrites
-earlier turns, each is a row of its own. Inside a turn ``{% generation %}`` markers decide what is supervised. A
-template that allows none of this is refused."""
+and with the turn. Where all turns begin the whole conversation it is one training row, else each is a row of its own.
+Inside a turn ``{% generation %}`` markers decide. A template that allows none of this is refused."""
 
 import hashlib
 import json
@@ -16,6 +15,7 @@ from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,10 +63,9 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         rows, vocabulary = (num_embeddings(Path(path)) or 0, tokenizer.get_vocab()) if add_tokens else (0, {})
-        for token in add_tokens:
-            if vocabulary.get(token, rows) < rows:
-                message = f"model.add_tokens: {token!r} is a token of the model already (id {vocabulary[token]})."
-                raise ModelError(message, "Leave it out; its row would start anew.")
+        if known := [token for token in add_tokens if vocabulary.get(token, rows) < rows]:
+            message = f"model.add_tokens: {known[0]!r} is a token of the model already (id {vocabulary[known[0]]})."
+            raise ModelError(message, "Leave it out; its row would start anew.")
         tokenizer.add_tokens(list(add_tokens))
         if tokenizer.chat_template:  # one text, or several of which one is the default
             tokenizer.get_chat_template().encode()
@@ -105,8 +104,7 @@ def choose_pad_id(tokenizer: Any) -> int:
 
 def template_hash(tokenizer: Any) -> str | None:
     """First 16 hex digits of the SHA-256 of the chat template, or of all where there are several; None without one."""
-    text = _template_text(tokenizer)
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else None
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if (text := _template_text(tokenizer)) else None
 
 
 def _template_text(tokenizer: Any) -> str:
@@ -191,8 +189,8 @@ class Renderer:
         return Rendered(ids, [True] * len(ids), [len(ids) - 1] if eos is not None else [])
 
     def _text_ids(self, text: str) -> list[int]:
-        ids, bos = list(self.tokenizer(text, verbose=False)["input_ids"]), self.tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids  # the text begins with a written-out bos
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids[1:] if ids[:2] == [self.tokenizer.bos_token_id] * 2 else ids  # written out in the text too
 
     def _require_read(self, names: Iterable[str], hint: str) -> None:
         """Raise DataError for what the template does not know: it would be dropped without a word."""
@@ -241,10 +239,9 @@ class Renderer:
             name = type(self.tokenizer).__name__
             raise DataError(f"{name} cannot tell which characters a token covers.", "Convert it to a tokenizer.json.")
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, bos = list(found["input_ids"]), self.tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
+        if (ids := found["input_ids"])[:2] == [self.tokenizer.bos_token_id] * 2:
             raise DataError(f"The chat template writes {self.tokenizer.bos_token} twice.", TEMPLATE_HINT)
-        return Encoded(ids, list(found["offset_mapping"]))
+        return Encoded(ids, found["offset_mapping"])
 
     def _around(self, before: list[Message]) -> tuple[str, str]:
         """What the template writes before an answer where it ignores the generation prompt (else ""), and behind it."""
@@ -350,9 +347,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _common(first: str, second: str) -> str:
-    if second.startswith(first):
-        return first
-    return first[: next(i for i, letter in enumerate(first) if second[i : i + 1] != letter)]
+    return first if second.startswith(first) else commonprefix([first, second])  # noqa: RUF071 - by characters
 
 
 @contextmanager

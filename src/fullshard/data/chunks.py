@@ -15,7 +15,7 @@ from fullshard.data.sources import Row
 from fullshard.errors import DataError, UserError
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 500, 4 << 20  # a chunk is full with one of these
-RECORD = np.dtype([("content", "<u8"), ("length", "<i4"), ("targets", "<i4"), ("file", "<i4"), ("line", "<i4")])
+RECORD = np.dtype([("content", "<u8"), ("lengths", "<i4"), ("targets", "<i4"), ("files", "<i4"), ("lines", "<i4")])
 Chunk = list[tuple[str, Row]]  # split, row
 
 
@@ -51,7 +51,8 @@ class ChunkRenderer:
     """Makes chunks into parts. ``num_embeddings``: rows of the model's embedding, None where not known."""
 
     def __init__(self, tokenizer: Any, data: DataSection, num_embeddings: int | None) -> None:
-        self._renderer = BatchRenderer(chat.Renderer(tokenizer, data.loss_on, data.template_arguments))
+        renderer = chat.Renderer(tokenizer, data.loss_on, data.template_arguments)
+        self._renderer = BatchRenderer(renderer, data.on_bad)
         self._data, self._num_embeddings = data, num_embeddings
 
     def __call__(self, chunk: Chunk | UserError) -> dict[str, Part] | UserError:
@@ -70,16 +71,22 @@ class ChunkRenderer:
             return error
         return parts
 
-    def _take(self, part: Part, row: Row, training_rows: list[chat.Rendered]) -> None:
+    def _take(self, part: Part, row: Row, training_rows: list[chat.Rendered] | DataError) -> None:
         book = part.book
+        book.copies += row.copy > 0
+        book.rows += not row.copy
+        if isinstance(training_rows, DataError):
+            if not row.copy:
+                book.bad[audit.NOT_RENDERED] += 1
+                book.note(audit.NOT_RENDERED, row.origin)
+                book.not_rendered = book.not_rendered or [(training_rows.message, training_rows.hint)]
+            return
         content = int.from_bytes(blake2b(row.content.encode(), digest_size=8).digest(), "little")
         if row.text is not None and self._data.too_long == "stop":
             training_rows = self._split(book, training_rows[0], row)
         problems = [self._fit(part, rendered, row, content) for rendered in training_rows]
         if row.copy:
-            book.copies += 1
             return
-        book.rows += 1
         book.used += None in problems
         if None not in problems:
             book.dropped[problems[-1]] += 1
@@ -101,7 +108,7 @@ class ChunkRenderer:
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
-        book.measure(length, row.origin)
+        book.measure(length)
         ids, supervised = rendered.ids, rendered.supervised
         if length > limit:
             ids, supervised = ids[:limit], supervised[:limit]
@@ -127,13 +134,12 @@ class ChunkRenderer:
             book.tokens_cut += length - limit
         book.prepared += 1
         book.longest_written = max(book.longest_written, len(ids))
-        book.max_token_id = max(book.max_token_id, largest)
         book.tokens += len(ids)
         book.supervised_tokens += num_supervised
         book.targets += targets
         for stop in rendered.stops:
             if stop < len(ids):
-                book.stops[ids[stop]] += 1
+                book.stops[str(ids[stop])] += 1
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
         part.supervised.extend(supervised)

@@ -205,14 +205,14 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
-FORMATS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text, ".parquet": _read_parquet}
+TEXTS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text}
+FORMATS = {end + packed: read for end, read in TEXTS.items() for packed in ("", *COMPRESSED)}
+FORMATS[".parquet"] = _read_parquet
 
 
 def _format_of(name: str) -> Callable[[Path], Iterator[Record]] | None:
-    endings = [ending.lower() for ending in Path(name).suffixes] or [""]
-    if endings[-1] in COMPRESSED and endings[-2:-1] != [".parquet"]:
-        endings.pop()
-    return FORMATS.get(endings[-1]) if endings else None
+    endings = Path(name.lower()).suffixes
+    return FORMATS.get("".join(endings[-2:])) or FORMATS.get("".join(endings[-1:]))
 
 
 def _number(rows: Any) -> Iterator[Record]:

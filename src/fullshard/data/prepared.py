@@ -1,9 +1,8 @@
 """The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
 
-A split's folder holds safetensors files: ``tokens`` (int32, rows end to end), ``supervised`` (bool, same length),
-``rows`` (``offsets`` int64, rows + 1; ``origins`` int32, rows x 2: file, line; ``content`` uint64, a hash; ``targets``
-int32), and ``meta.json``; beside them data.json. All is a stream into ``.NAME.partial``, whose journal says how far the
-files are right: an interrupted preparation of the same inputs goes on there."""
+A split's folder holds meta.json and a safetensors file for each of COLUMNS: ``tokens`` (rows end to end),
+``supervised`` (their mask), and of each row ``lengths``, ``targets``, ``files``, ``lines`` (its origin), ``content`` (a
+hash). All is a stream into ``.NAME.partial``, whose journal says how far it is right: there the same inputs go on."""
 
 import hashlib
 import json
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from fullshard.config import RunConfig
 from fullshard.data import audit, chat
+from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chunks import RECORD, Part, cut_chunks
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
 from fullshard.data.workers import Workers
@@ -32,12 +32,13 @@ from fullshard.errors import Blame, DataError, UserError
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
-FORMAT = 3  # of the files; 1 was numpy's, 2 had shorter headers
+FORMAT = 4  # of the files
 META, JOURNAL = "meta.json", "journal.json"
-TOKENS, SUPERVISED, ROWS = (f"{name}.safetensors" for name in ("tokens", "supervised", "rows"))
-RECORDS = "records.bin"  # RECORD after RECORD, until they become ROWS
+OF_TOKENS = {"tokens": np.dtype(np.int32), "supervised": np.dtype(np.bool_)}
+COLUMNS = OF_TOKENS | {name: RECORD[name] for name in RECORD.names or ()}
+KINDS = {"int32": "I32", "bool": "BOOL", "uint64": "U64"}  # as safetensors names them
 HEADER_BYTES = 512  # of a file that is written as a stream: its size is known only at the end
-PIECE_ROWS = 1 << 16  # of the rows' table in memory at once
+PIECE_ROWS = 1 << 16  # of a column in memory at once
 JOURNAL_SECONDS = 5.0
 Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
 
@@ -49,23 +50,27 @@ class PreparedData:
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)
         self.hash: str = self.meta["hash"]
-        try:
-            (self._tokens,), (self._supervised,) = _map(folder / TOKENS), _map(folder / SUPERVISED)
-            self.content, self._offsets, self._origins, self._targets = _map(folder / ROWS)
-        except (SafetensorError, OSError, ValueError) as error:  # not four tensors
-            hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
-            raise DataError(f"{folder} is damaged, or of an older version: {error}.", hint) from None
+        hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
+        self._columns: dict[str, np.ndarray] = {}
+        for name in COLUMNS:
+            with Blame(DataError, f"{folder} is damaged, or of an older version", hint):
+                with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+                    self._columns[name] = column = file.get_tensor(name).numpy()
+                column.flags.writeable = False
+        self.content = self._columns["content"]
 
-    lengths = cached_property(lambda self: np.diff(self._offsets))
-    supervised = cached_property(lambda self: self._targets.astype(np.int64))
+    lengths = cached_property(lambda self: self._columns["lengths"].astype(np.int64))
+    supervised = cached_property(lambda self: self._columns["targets"].astype(np.int64))
+    _ends = cached_property(lambda self: np.cumsum(self.lengths))
 
     def __len__(self) -> int:
         return len(self.content)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and supervised mask (bool) of one row, both views into the memory map."""
-        start, stop = self._offsets[number], self._offsets[number + 1]
-        return self._tokens[start:stop], self._supervised[start:stop]
+        stop = self._ends[number]
+        start = stop - self.lengths[number]
+        return self._columns["tokens"][start:stop], self._columns["supervised"][start:stop]
 
     def pieces(self, number: int, tokenizer: Any, last: int = 0) -> list[tuple[str, bool]]:
         """A row as texts, supervised or not; ``last``: of its last tokens only."""
@@ -76,26 +81,18 @@ class PreparedData:
 
     def origin(self, number: int) -> str:
         """Where the row comes from, as file:line."""
-        file, line = self._origins[number]
-        return f"{self.meta['files'][file]}:{line}"
+        return f"{self.meta['files'][self._columns['files'][number]]}:{self._columns['lines'][number]}"
 
     def source_rows(self, part: int = 0, parts: int = 1) -> np.ndarray:
         """The first row (int64) of each source row: copies by weight and one row per answer lie behind it. ``part``:
         only those whose content's hash leaves it when divided by ``parts``."""
         found = []
         for start in range(0, len(self), PIECE_ROWS):
-            origins = self._origins[max(0, start - 1) : start + PIECE_ROWS]
-            new = np.insert((origins[1:] != origins[:-1]).any(axis=1), 0, [True] * (start == 0))
+            rows = slice(max(0, start - 1), start + PIECE_ROWS)
+            changes = np.diff(self._columns["files"][rows]) | np.diff(self._columns["lines"][rows])
+            new = np.insert(changes != 0, 0, [True] * (start == 0))
             found.append(start + np.flatnonzero(new & (self.content[start : start + PIECE_ROWS] % parts == part)))
         return np.concatenate(found)
-
-
-def _map(path: Path) -> list[np.ndarray]:
-    with safe_open(path, framework="pt") as file:
-        found = [file.get_tensor(name).numpy() for name in sorted(file.keys())]
-    for array in found:
-        array.flags.writeable = False
-    return found
 
 
 def open_prepared(folder: Path, split: str) -> PreparedData:
@@ -109,12 +106,11 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
     a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``shape``, ``train`` and
     ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
-    rows, ``longest`` (row as written), ``max_token_id``, ``pad_id``, ``template_hash``, ``eval_rows``,
+    rows, ``longest`` (row as written), ``pad_id``, ``template_hash``, ``eval_rows``,
     ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
     ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
     folder = Path(folder)
-    if not Path(config.model.path).expanduser().is_dir():
-        config = with_model_folder(config, weights=False)
+    config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
@@ -136,8 +132,8 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
             job = _Preparation(config, partial, key, tokenizer)
             job.write(num_embeddings, progress)
             write_json(partial / DATA, result := job.finish() | {"key": key})
-            for left in (JOURNAL, LOCK, f"train/{RECORDS}", f"eval/{RECORDS}"):
-                (partial / left).unlink(missing_ok=True)
+            for left in (JOURNAL, LOCK):
+                (partial / left).unlink()
             publish_folder(partial, folder)
         except (EOFError, ConnectionError):
             problem = "A process that tokenises rows has ended: killed, often for memory, or broken."
@@ -169,69 +165,45 @@ class _Split:
         self.names = dict.fromkeys(state["files"] if state else ())  # of the files that rows come from, in order
         self.digest: str = state["digest"] if state else ""
         folder.mkdir(exist_ok=True)
-        tokens, rows = self.book.tokens, self.book.prepared
-        sizes = {TOKENS: HEADER_BYTES + 4 * tokens, SUPERVISED: HEADER_BYTES + tokens, RECORDS: RECORD.itemsize * rows}
-        for name, right in sizes.items():
-            (folder / name).touch()
-            self.files[name] = file = open(folder / name, "r+b")  # noqa: SIM115 - closed by finish
+        for name, kind in COLUMNS.items():
+            path, right = folder / f"{name}.safetensors", HEADER_BYTES + kind.itemsize * self._count(name)
+            path.touch()
+            self.files[name] = file = open(path, "r+b")  # noqa: SIM115 - closed by finish
             if state and os.fstat(file.fileno()).st_size < right:
-                raise DataError(f"{folder / name} is shorter than its journal says.", "Start again.")
+                raise DataError(f"{path} is shorter than its journal says.", "Start again.")
             file.truncate(right)
             file.seek(right)
+
+    def _count(self, name: str) -> int:
+        return self.book.tokens if name in OF_TOKENS else self.book.prepared
 
     def append(self, part: Part) -> None:
         """Write what a chunk has for this split."""
         self.names |= dict.fromkeys(part.files)
         places = {name: number for number, name in enumerate(self.names)}
         records = np.array(part.records, dtype=RECORD)
-        records["file"] = np.array([places[name] for name in part.files], dtype=np.int32)[records["file"]]
+        records["files"] = np.array([places[name] for name in part.files], dtype=np.int32)[records["files"]]
+        columns = {"tokens": part.tokens, "supervised": part.supervised}
+        for name, values in (columns | {name: records[name] for name in RECORD.names or ()}).items():
+            self.files[name].write(bytes(values))
         digest = hashlib.sha256(self.digest.encode())
-        for content in (part.tokens, part.supervised, records["length"].tobytes()):
+        for content in (part.tokens, part.supervised, records["lengths"].tobytes()):
             digest.update(content)
-        for name, content in ((TOKENS, part.tokens), (SUPERVISED, part.supervised), (RECORDS, records)):
-            self.files[name].write(content)
         self.digest = digest.hexdigest()
         self.book.add(part.book)
 
-    def state(self) -> dict[str, Any]:
-        """For the journal."""
-        return {"audit": vars(self.book), "files": list(self.names), "digest": self.digest}
-
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the headers, write ROWS, and ``result`` with ``hash`` as META; returns them."""
-        tokens = self.book.tokens
-        for name, kind, size in ((TOKENS, "I32", 4), (SUPERVISED, "BOOL", 1)):  # as the format's README has it
-            self.files[name].seek(0)
-            self.files[name].write(_header({name.partition(".")[0]: (kind, [tokens], size * tokens)}))
-        for file in self.files.values():
+        """Fill in the headers (as safetensors' README has them), write ``result`` with ``hash`` as META; returns it."""
+        for name, file in self.files.items():
+            kind, count = COLUMNS[name], self._count(name)
+            facts = {"dtype": KINDS[kind.name], "shape": [count], "data_offsets": [0, kind.itemsize * count]}
+            text = json.dumps({name: facts}).encode().ljust(HEADER_BYTES - 8)
+            file.seek(0)
+            file.write(len(text).to_bytes(8, "little") + text)
             file.close()
-        records = np.memmap(self.folder / RECORDS, RECORD, "r")
-        count, end = len(records), 0
-        columns = {"content": ("U64", [count], 8 * count), "offsets": ("I64", [count + 1], 8 * count + 8)}
-        columns |= {"origins": ("I32", [count, 2], 8 * count), "targets": ("I32", [count], 4 * count)}
-        with open(self.folder / ROWS, "wb") as file:
-            file.write(_header(columns))
-            for name in columns:
-                file.write(bytes(8 * (name == "offsets")))
-                for piece in (records[start : start + PIECE_ROWS] for start in range(0, count, PIECE_ROWS)):
-                    if name == "offsets":
-                        values = end + np.cumsum(piece["length"], dtype=np.int64)
-                        end = values[-1]
-                    else:
-                        values = np.stack([piece["file"], piece["line"]], 1) if name == "origins" else piece[name]
-                    file.write(values.tobytes())
         result |= {"hash": self.digest}
         write_json(self.folder / META, result | {"schema": SCHEMA_VERSION, "files": list(self.names)})
         return result
-
-
-def _header(tensors: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """Of a safetensors file, as the format's README has it. ``tensors``: dtype, shape and bytes, in their order."""
-    found, end = {}, 0
-    for name, (kind, shape, size) in tensors.items():
-        found[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end := end + size]}
-    text = json.dumps(found).encode().ljust(HEADER_BYTES - 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class _Preparation:
@@ -250,7 +222,7 @@ class _Preparation:
 
     def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
         """Read, render and write all rows that the journal does not know."""
-        rows = _read_rows(self.config, self.accounts)
+        rows = read_splits(self.config, self.accounts)
         num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
         deque(islice(rows, num_done), maxlen=0)
         due = 0.0
@@ -261,8 +233,9 @@ class _Preparation:
                         raise parts
                     for name, part in parts.items():
                         self.splits[name].append(part)
-                    states = {name: split.state() for name, split in self.splits.items()}
-                    self.journal = json.loads(json.dumps(self.journal | {"splits": states}))  # as of now
+                    for name, split in self.splits.items():
+                        state = {"audit": vars(split.book), "files": list(split.names), "digest": split.digest}
+                        self.journal["splits"][name] = json.loads(json.dumps(state))  # as of now
                     if time.monotonic() >= due:
                         self._write_journal()
                         due = time.monotonic() + JOURNAL_SECONDS
@@ -284,16 +257,18 @@ class _Preparation:
             self.accounts["eval"] = Account(read=read.held_out, shapes=read.shapes)
         for name, split in self.splits.items():
             book, account = split.book, self.accounts[name]
-            if refusal := book.refuse(data.max_length):
-                raise refusal
-            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(number) for number, _ in book.stops.most_common())
-            lines = audit.report_lines("kept", name, book, ", ".join(account.shapes), data.max_length, stops)
-            if not book.used:
-                problem = f"No row is left in {name}. " + " ".join(lines[2:])
-                raise DataError(problem, "Raise data.max_length or repair the rows.")
+            if refusal := audit.report_lines("refusal", book, data.max_length):
+                raise DataError(*refusal)
             account.used, account.dropped = book.used, account.dropped + book.dropped
+            account.bad += book.bad
+            facts = book.to_json(account)
+            stops = ", ".join(self.tokenizer.convert_ids_to_tokens(facts["stop_ids"]))
+            lines = audit.report_lines("kept", name, book, facts["shape"], data.max_length, stops)
+            if not book.used:
+                left = f"No row is left in {name}. " + " ".join(lines[2:]), "Raise data.max_length or repair the rows."
+                raise DataError(*(book.not_rendered[0] if book.not_rendered else left))
             report += lines + audit.report_lines("left_out", name, account)
-            found[name] = split.finish(book.to_json(account))
+            found[name] = split.finish(facts)
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])
@@ -304,7 +279,6 @@ class _Preparation:
             "schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest(),
             **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
             "longest": max(book.longest_written for book in books),
-            "max_token_id": max(book.max_token_id for book in books),
             "pad_id": chat.choose_pad_id(self.tokenizer), "template_hash": chat.template_hash(self.tokenizer),
             "eval_rows": found["eval"]["prepared"] if found["eval"] else 0, "duplicates": overlap["rows"],
         }  # fmt: skip
@@ -321,17 +295,15 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
         contents, first = np.unique(others.content[known], return_index=True)
         content = train.content[rows]
         place = np.searchsorted(contents, content).clip(max=len(contents) - 1)
-        same = contents[place] == content
-        if others is train:
-            same = first[place] != np.arange(len(rows))
-        repeats = np.flatnonzero(same)
+        is_later = first[place] != np.arange(len(rows)) if others is train else True
+        repeats = np.flatnonzero((contents[place] == content) & is_later)
         count += len(repeats)
-        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.SHOWN]]
-    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.SHOWN]]
+        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.KEPT]]
+    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.KEPT]]
     return {"rows": count, "places": places}
 
 
-def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
+def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:
     """All rows, each with its split: those of an eval file first; of a share, drawn by the run's seed, in between."""
     if isinstance(share := config.data.eval, str):
         yield from (("eval", row) for row in iterate_rows(share, config.data, account=accounts["eval"]))
@@ -343,10 +315,16 @@ def _read_rows(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tupl
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
-    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them."""
+    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them; not
+    those that the template refuses."""
+    held = (row for split, row in read_splits(config, {"train": Account()}) if split == "eval")
+    tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
+    renderer = BatchRenderer(
+        chat.Renderer(tokenizer, config.data.loss_on, config.data.template_arguments), config.data.on_bad
+    )
     with open(path, "w", encoding="utf-8") as file:
-        for split, row in _read_rows(config, {"train": Account()}):
-            if split == "eval":
+        for row, rendered in renderer.render(held):
+            if not isinstance(rendered, DataError):
                 said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 

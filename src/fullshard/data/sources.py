@@ -20,7 +20,8 @@ BESIDE = {"tools": "tools", "system": "system"}
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
 SHAPES_HINT = FACTS["shapes_hint"]
 _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
-SHOWN = 3  # places kept of each reason
+KEPT = 1000  # places of each reason, for data.json; fewer are printed
+MOST_NESTED = 100  # levels of tools and their calls, in which rows go to other processes
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
@@ -63,7 +64,7 @@ class Account:
 
     def note(self, what: str, origin: str) -> None:
         """Remember a place, if it is among the first."""
-        if len(places := self.places.setdefault(what, [])) < SHOWN:
+        if len(places := self.places.setdefault(what, [])) < KEPT:
             places.append(origin)
 
 
@@ -142,10 +143,11 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
     layout, good, first = None, 0, None
     for number, record in records:
         account.read += 1
-        account.blank += record is ...
-        if record is ...:
-            continue
         origin = f"{label}:{number}"
+        if record is ...:
+            account.blank += 1
+            account.note("blank", origin)
+            continue
         try:
             if isinstance(record, BadRow):
                 raise record
@@ -163,10 +165,9 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         good += 1
         account.shapes[layout[0]] = None
         yield row
-    if not good and first:
-        raise DataError(f"{label}: no row can be used; the first: {first.message}", first.hint)
     if not good:
-        raise DataError(f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.')
+        empty = f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.'
+        raise DataError(*((f"{label}: no row can be used; the first: {first.message}", first.hint) if first else empty))
 
 
 def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layout:
@@ -260,6 +261,12 @@ def _read_list(value: Any, name: str, kind: type, origin: str) -> list[Any]:
     if not is_fit or (kind is list and any(len(pair) != 2 for pair in value)):
         wanted = "a list of objects" if kind is dict else "a list of [question, answer] pairs"
         raise BadRow(origin, f"{name} is not {wanted}: found {value!r:.40}", SHAPES_HINT)
+    depth, level = 0, [value]
+    while level:
+        inside = itertools.chain(*(outer.values() if isinstance(outer, dict) else outer for outer in level))
+        depth, level = depth + 1, [inner for inner in inside if isinstance(inner, dict | list)]
+        if depth > MOST_NESTED:
+            raise BadRow(origin, f"{name}: nested too deeply (more than {MOST_NESTED} levels)")
     return value
 
 

@@ -11,10 +11,10 @@ from fullshard.data.chat import load_tokenizer
 from fullshard.data.near import THRESHOLD, near_copies
 from fullshard.data.prepared import PreparedData, open_prepared, prepare
 from fullshard.model.fetch import with_model_folder
-from fullshard.report.page import bars, marked, page, round_step, table
+from fullshard.report.page import round_step, write_page
 from fullshard.run_folder import DATA, write_json
 
-NAMED, BINS, EXAMPLES, SHOWN = 100, 12, 10, 1200  # pairs of a kind, bins of a histogram, rows on the page, their tokens
+NAMED, BINS = 100, 12  # pairs of a kind, bins of a histogram
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
 
 
@@ -22,16 +22,22 @@ def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lan
     """Prepare the recipe's data into ``folder``, write the HTML page and return data.json's content, with the new key
     "audit": figures and ``histograms`` of each split, ``near`` and ``near_eval``: ``rows`` (training rows like another
     one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises as prepare."""
-    result = prepare(config, folder := Path(folder))
-    splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
-    audit = result["audit"] = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
-    kinds = [(name, kind) for name in splits for kind in ("lengths", "supervised")]
-    audit["histograms"] = {f"{name}_{kind}": _histogram(getattr(splits[name], kind)) for name, kind in kinds}
+    result = audit_prepared(prepare(config, folder := Path(folder)), folder)
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-    made = _page(result, splits["train"], tokenizer, lang)
-    Path(page_path).write_text(made, encoding="utf-8", errors="backslashreplace")
+    facts = {"train": open_prepared(folder, "train"), "tokenizer": tokenizer, "audit": result["audit"]}
+    facts |= {"tables": audit_tables(result, lang), "threshold": THRESHOLD, "limit": NAMED}
+    write_page("data", page_path, lang, **facts)
     write_json(folder / DATA, result)
     return result
+
+
+def audit_prepared(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """data.json's content with the key "audit", of the rows in ``folder`` (see audit_data)."""
+    splits = {name: open_prepared(folder, name) for name in ("train", "eval") if result[name]}
+    audit = {name: _figures(data) for name, data in splits.items()} | _near(*splits.values())
+    kinds = [(name, kind) for name in splits for kind in ("lengths", "supervised")]
+    histograms = {f"{name}_{kind}": _histogram(getattr(splits[name], kind)) for name, kind in kinds}
+    return result | {"audit": audit | {"histograms": histograms}}
 
 
 def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[tuple[str, list[str], list[list[Any]]]]:
@@ -41,7 +47,8 @@ def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[
     for name, split in splits.items():
         counts = split["bad"] | split["dropped"] | {"special": split["special_strings"]["rows"]}
         split |= counts | {key: sum(split[key].values()) for key in ("bad", "dropped")}
-        noted += [[words[name], facts.get(key, key), split[key], ", ".join(at)] for key, at in split["places"].items()]
+        places = split["places"].items()
+        noted += [[words[name], facts.get(key, key), split[key], ", ".join(at[:limit])] for key, at in places]
     kinds = ("exact_duplicates", "near", "overlap", "near_eval")[: 2 * len(splits)]
     splits["train"] |= {kind: known[kind]["rows"] for kind in kinds}
     pairs = [[facts[kind], *(*pair, 1.0)[:3]] for kind in kinds for pair in known[kind]["places"][:limit]]
@@ -86,20 +93,3 @@ def _histogram(values: np.ndarray) -> dict[str, int]:
     first = int(values.min()) // step
     bins = enumerate(np.bincount(values // step - first).tolist(), first)
     return {f"{place * step}–{place * step + step - 1}" if step > 1 else f"{place}": count for place, count in bins}
-
-
-def _page(result: dict[str, Any], train: PreparedData, tokenizer: Any, lang: str) -> str:
-    """The page: the tables, the histograms, and ten training rows: the longest, the shortest, others spread evenly."""
-    words = WORDS[lang]
-    sections = [(title, [table(*rest) if rest[1] else words["none"]]) for title, *rest in audit_tables(result, lang)]
-    sections[-1][1].append(words["copies_text"].format(threshold=THRESHOLD, limit=NAMED))
-    charts = [bars(found, words[name], words["rows"]) for name, found in result["audit"]["histograms"].items()]
-    ends = list({int(train.lengths.argmax()): 0, int(train.lengths.argmin()): 0})
-    others = np.delete(np.arange(len(train)), ends)
-    spread = np.linspace(0, len(others) - 1, min(EXAMPLES - len(ends), len(others))).astype(int)
-    examples = [words["examples_text"].format(SHOWN)]
-    for number in ends + others[spread].tolist():
-        figures = train.lengths[number], int(train.row(number)[1].sum())
-        heading = words["example"].format(train.origin(number), *figures)
-        examples.append(marked(heading, train.pieces(number, tokenizer, SHOWN)))
-    return page(words["title"], [*sections, (words["lengths"], charts), (words["examples"], examples)], lang)

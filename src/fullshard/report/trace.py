@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from fullshard.planning.plan import format_bytes
-from fullshard.report.page import page, table, timeline
+from fullshard.report.page import timeline, write_page
 from fullshard.run_folder import write_json
 
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
@@ -33,9 +33,7 @@ def write_trace(found: dict[str, Any], path: Path, lang: str = "en") -> dict[str
     verdict = words["right" if all(unit["counted"] == unit["planned"] for unit in units) else "wrong"]
     found["report"] = [*(line.format(**facts) for line in words["report"]), verdict]
     drawing = timeline([(_spans(events), events) for events in ranks], facts, words)
-    step = (words["step"], [*found["report"], drawing, *words["reading"]])
-    made = page(words["title"], [step, (words["units"], [table(words["columns"], rows)])], lang)
-    (path := path.with_suffix(".html")).write_text(made, encoding="utf-8", errors="backslashreplace")
+    path = write_page("trace", path.with_suffix(".html"), lang, report=found["report"], drawing=drawing, rows=rows)
     path.with_suffix(".svg").write_text(f"{drawing.strip()}\n", encoding="utf-8")
     write_json(path.with_suffix(".json"), found)
     return found | {"report": [*found["report"], f"Page: {path}"]}

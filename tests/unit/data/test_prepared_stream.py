@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import WORDS, make_model, make_tokenizer
+from tiny_models import K2_TEMPLATE, VOCABULARY, WORDS, make_model, make_tokenizer
 
 from fullshard.config import RunConfig, config_from_dict
 from fullshard.data import prepared, workers
@@ -108,17 +108,17 @@ def test_processes_give_the_same_bytes(k1_folder, tmp_path, monkeypatch, waits_f
 def test_the_files_are_ordinary_safetensors(k1_folder, tmp_path):
     prepare(recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 30)), tmp_path / "p")
     folder = tmp_path / "p" / "train"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "meta.json", "rows.safetensors", "supervised.safetensors", "tokens.safetensors",
-    ]  # fmt: skip
-    tokens = load_file(folder / "tokens.safetensors")["tokens"]
-    supervised = load_file(folder / "supervised.safetensors")["supervised"]
-    rows = load_file(folder / "rows.safetensors")
-    assert (tokens.dtype, supervised.dtype) == (np.int32, np.bool_)
-    assert {name: value.dtype.name for name, value in rows.items()} == {
-        "offsets": "int64", "origins": "int32", "content": "uint64", "targets": "int32",
+    kinds = {
+        "tokens": "int32", "supervised": "bool", "lengths": "int32", "targets": "int32", "files": "int32",
+        "lines": "int32", "content": "uint64",
     }  # fmt: skip
-    assert rows["offsets"].shape == (31,) and rows["origins"].shape == (30, 2)
+    assert {path.name for path in folder.iterdir()} == {"meta.json", *(f"{name}.safetensors" for name in kinds)}
+    columns = {name: value for name in kinds for name, value in load_file(folder / f"{name}.safetensors").items()}
+    assert {name: value.dtype.name for name, value in columns.items()} == kinds
+    tokens, supervised = columns["tokens"], columns["supervised"]
+    assert len(tokens) == len(supervised) == columns["lengths"].sum()
+    assert {len(value) for name, value in columns.items() if name not in ("tokens", "supervised")} == {30}
+    assert columns["lines"].tolist() == list(range(1, 31)) and not columns["files"].any()
     data = open_prepared(tmp_path / "p", "train")
     assert np.concatenate([data.row(i)[0] for i in range(30)]).tolist() == tokens.tolist()
     assert [int(data.row(i)[1][1:].sum()) for i in range(30)] == data.supervised.tolist()
@@ -126,9 +126,10 @@ def test_the_files_are_ordinary_safetensors(k1_folder, tmp_path):
     assert len(set(data.content.tolist())) == 30
     with pytest.raises(ValueError, match="read-only"):
         data.row(0)[0][0] = 1
-    (folder / "rows.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(DataError, match="is damaged, or of an older version"):
-        open_prepared(tmp_path / "p", "train")
+    for damage in (lambda path: path.write_bytes(b"x" * 100), Path.unlink):
+        damage(folder / "lengths.safetensors")
+        with pytest.raises(DataError, match="is damaged, or of an older version"):
+            open_prepared(tmp_path / "p", "train")
 
 
 def is_at_work(process: psutil.Process) -> bool:
@@ -305,6 +306,57 @@ def test_every_record_is_accounted_for(k1_folder, tmp_path, share):
         assert split["read"] == split["used"] + left
         assert sum(split["length_histogram"].values()) == split["rows"]
     assert (train["held_out"] > 0) == (share is not None)
+
+
+def test_rows_that_the_template_refuses_are_bad_rows(tmp_path):
+    """With on_bad drop they are counted and named, and the others are used; all refused: the first complaint."""
+    template = K2_TEMPLATE.replace(
+        "{{ '<|' +", "{% if message['content'] == 'ice' %}{{ raise_exception('no ice') }}{% endif %}{{ '<|' +"
+    )
+    model = make_tokenizer(make_model(tmp_path / "model"), chat_template=template)
+    path, asked = tmp_path / "a.jsonl", ["red", "ice", "blue", "ice", "sun"]
+    answers = ["one", "two", "strange", "three", "four"]
+    rows = [{"question": question, "answer": answer} for question, answer in zip(asked, answers, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: The chat template refuses the roles user, assistant: no ice"):
+        prepare(recipe(model, path), tmp_path / "p")
+    twice = [{"path": str(path), "weight": 2}]
+    result = prepare(recipe(model, twice, on_bad="drop"), tmp_path / "p")
+    train = result["train"]
+    assert (train["read"], train["used"], train["copies"], train["bad"]) == (5, 2, 5, {"not rendered": 3})
+    assert train["places"]["not rendered"] == [f"{path}:{line}" for line in (2, 3, 4)]
+    assert origins(tmp_path / "p", "train") == [f"{path}:1"] * 2 + [f"{path}:5"] * 2
+    report = "\n".join(result["report"])
+    assert f"train: 3 of 5 bad: not rendered ({path}:2, {path}:3, {path}:4)" in report
+    assert "train: the first: " + str(path) + ":2: The chat template refuses" in report
+    assert "5 records read = 2 used + 0 dropped + 3 bad + 0 blank" in report
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    half = recipe(model, path, on_bad="drop", eval=0.5)
+    held_out = prepare(half, tmp_path / "half")["eval"]
+    write_held_out(half, tmp_path / "held_out.jsonl")  # eval is given it, and would stop at a row that is refused
+    assert held_out["read"] == 10 and held_out["bad"]["not rendered"] > 0
+    assert len((tmp_path / "held_out.jsonl").read_text().splitlines()) == held_out["used"]
+    path.write_text(json.dumps(rows[1]))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: The chat template refuses"):
+        prepare(recipe(model, path, on_bad="drop"), tmp_path / "q")
+
+
+def test_every_input_is_in_the_key(tmp_path, k1_folder):
+    """Template, special tokens, vocabulary, options: prepared anew; nothing changed: kept."""
+    path, folder, model = write_pairs(tmp_path / "a.jsonl", 5), tmp_path / "p", tmp_path / "model"
+    reads_place = K2_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ place or '' }}")
+    tokenizers = [{}, {"chat_template": reads_place}, {"pad_token": "<eos>"}, {"vocabulary": [*VOCABULARY, "more"]}]
+    options = [{}, {"loss_on": "all"}, {"max_length": 25}, {"system": "sun"}, {"too_long": "cut"}]
+    jobs = [(changes, {}) for changes in tokenizers] + [({}, data) for data in options[1:]]
+    jobs += [({"chat_template": reads_place}, {"template_arguments": {"place": place}}) for place in ("red", "blue")]
+    keys = []
+    for changes, data in jobs:
+        make_tokenizer(make_model(model), **changes)
+        keys.append(prepare(recipe(model, path, **data), folder)["key"])
+    assert len(set(keys)) == len(jobs)
+    stamp = (folder / "data.json").stat().st_mtime_ns
+    assert prepare(recipe(model, path, **jobs[-1][1]), folder)["key"] == keys[-1]
+    assert (folder / "data.json").stat().st_mtime_ns == stamp
 
 
 def test_lengths_fall_into_buckets(k1_folder, tmp_path):

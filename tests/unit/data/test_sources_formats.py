@@ -396,36 +396,32 @@ def test_saved_data_sets(tmp_path):
         read_source(f"{tmp_path}/one", section())
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """Both libraries read HF_HUB_OFFLINE once, when they are imported."""
-    import datasets
-    import huggingface_hub
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.parametrize("name", ["owner/red-and-blue", "owner/red-and-blue:test", "owner/red-and-blue:main:test"])
-def test_an_id_without_network(tmp_path, monkeypatch, offline, name):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError) as caught:
-        read_source(name, section())
-    assert caught.value.message.startswith(
-        "owner/red-and-blue is no file or folder here, and cannot be fetched from http"
-    )
-    for way in ("HF_ENDPOINT=", "data.source=modelscope", "data.train=FILE or FOLDER"):
-        assert way in caught.value.hint
+def test_tools_that_are_nested_too_deeply_are_a_bad_row(tmp_path):
+    """Python's own limit would end the processes between which rows go."""
+    good, deep = {"messages": turns("user=q", "assistant=a")}, {"a": 1}
+    for _ in range(99):
+        deep = {"a": deep}
+    deeper = {"a": [deep]}
+    save(tmp_path / "a.jsonl", [good | {"tools": [deeper]}, good | {"tools": [deep["a"]]}])
+    source = read_source(str(tmp_path / "a.jsonl"), section(on_bad="drop"))
+    assert source.places == {"tools": [f"{tmp_path}/a.jsonl:1"]} and len(source.rows) == 1
+    calls = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": deeper}}]}]
+    save(tmp_path / "b.jsonl", [{"messages": calls}])
+    with pytest.raises(DataError, match=r"b\.jsonl:1: .*nested too deeply"):
+        read_source(str(tmp_path / "b.jsonl"), section())
 
 
-def test_modelscope_without_its_package(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "modelscope", None)
-    with pytest.raises(DataError, match=r"owner/name is no file or folder here, and cannot be fetched from ModelScope"):
-        read_source("owner/name", section(source="modelscope"))
+def test_every_row_left_out_has_its_place(tmp_path):
+    """Blank lines too; data.json keeps a thousand places of a reason, the report prints three."""
+    lines = ["", "{", '{"text": "a"}'] * 1001
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = read_source(str(tmp_path / "a.jsonl"), section(on_bad="drop"))
+    for reason, first in (("blank", 1), ("not JSON", 2)):
+        assert source.places[reason] == [f"{tmp_path}/a.jsonl:{first + 3 * i}" for i in range(1000)]
+    place = f"{tmp_path}/a.jsonl"
+    report = report_lines("left_out", "train", source)
+    assert f"train: 1,001 left out: blank ({place}:1, {place}:4, {place}:7 and 998 more)" in report
+    assert f"train: 1,001 left out: not JSON ({place}:2, {place}:5, {place}:8 and 998 more)" in report
 
 
 def test_a_local_path_wins_over_an_id(tmp_path, monkeypatch):

@@ -1,0 +1,121 @@
+"""Two models on the same rows: paired statistics, and what they mean in words (verdict.yaml, English and Chinese)."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jinja2 import Environment, StrictUndefined
+
+from fullshard.errors import ConfigError
+
+Facts = dict[str, Any]
+DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
+EVIDENCE = 0.05  # a difference this likely by chance, or less, is one
+POWER_FACTOR = 2.802  # 1.960 + 0.842: what a test at 5% sees in 80% of all cases, in standard errors
+LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below EVIDENCE, 2 x 0.5 ** 5 is not
+FORGETTING = 0.05  # a rise of the general loss by this share is one to mend
+RARE = 0.05  # exact match is no measure where neither model is right in this share of rows
+ANSWERS = ("tokens", "refused")  # summed over answers
+MEASURES = {"score": "score", "number": "number", "exact": "correct", "loss": ""}  # the first that fits judges
+
+
+def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple[float, float, float]:
+    """Of sum(differences) / sum(weights), both by row: the 95% bootstrap interval over rows (percentiles), and the
+    two-sided p of random sign flips, which of right and wrong answers is McNemar's. The seed is fixed."""
+    values, sizes = np.asarray(differences, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    generator, means, sums = np.random.default_rng(0), [], []
+    for start in range(0, DRAWS, block := max(1, BLOCK // len(values))):
+        shape = (min(block, DRAWS - start), len(values))
+        chosen = generator.integers(len(values), size=shape)
+        means.append(values[chosen].sum(1) / sizes[chosen].sum(1))
+        sums.append(np.abs(generator.choice((-1.0, 1.0), size=shape) @ values))
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
+    as_far = np.concatenate(sums) >= abs(values.sum()) - 1e-9 * np.abs(values).sum()
+    return float(low), float(high), float((1 + as_far.sum()) / (1 + DRAWS))
+
+
+def compare(before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = "") -> Facts:
+    """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
+    judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
+    difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
+    forgets, none, worse) and ``text``: in words (key of verdict.yaml). ``hours``: of devices, to train ``after``."""
+    said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
+    rows, measures = [row for row in said[0] if row in said[1]], {}
+    for name, key in list(MEASURES.items())[:-1]:
+        values = [(said[0][row].origin, *(getattr(each[row], key) for each in said), 1) for row in rows]
+        if known := [each for each in values if each[1] is not None]:
+            measures[name] = _paired(known)
+    measures["loss"] = _losses(before, after)
+    if by and by not in measures:
+        raise ConfigError(f"--by {by}: these rows have {', '.join(measures)}.", "Take one of them, or leave it out.")
+    rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < RARE
+    measure = by or next(name for name in measures if name != "exact" or not rare)
+    found, sign = measures[measure], -1 if measure == "loss" else 1
+    general = _losses(before.general, after.general) if before.general and after.general else None
+    verdict, forgets = "none", general and general["low"] > 0 and general["share"] >= FORGETTING
+    if found["p"] <= EVIDENCE and (found["low"] > 0 or found["high"] < 0):
+        verdict = "worse" if sign * found["difference"] < 0 else "forgets" if forgets else "keep"
+    least = max(LEAST_ROWS / found["rows"] * (measure != "loss"), POWER_FACTOR * found["spread"] / found["rows"] ** 0.5)
+    answers = {key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in ANSWERS}
+    found = found | {
+        "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
+        "smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
+        "measures": measures, "general": general, "answers": {"rows": len(rows), **answers},
+        "device_hours": hours or None, "gain_per_device_hour": sign * found["difference"] / hours if hours else None,
+    }  # fmt: skip
+    return found | {"text": say(text or verdict, **found)}
+
+
+def _losses(before: Any, after: Any) -> Facts:
+    """Per token of ``before``: a tokenizer with other tokens changes the count, not the nats of a row."""
+    known = {row: (nats, tokens) for row, _, nats, tokens in after.row_losses}
+    pairs = [(*each, *known[each[0]]) for each in before.row_losses if each[0] in known]
+    found = _paired([(origin, nats, other, tokens) for _, origin, nats, tokens, other, _ in pairs], -1)
+    same = all(tokens == others for *_, tokens, _, others in pairs)
+    return found | {"share": found["difference"] / max(found["before"], 1e-12), "same_tokens": same}
+
+
+def _paired(rows: list[tuple[str, float, float, int]], sign: int = 1) -> Facts:
+    """Of (origin, before, after, weight) a row; ``sign`` -1 where less is better. before, after, difference: weighted
+    means; low, high, p: paired_test; rows; better and worse: the origins; ``spread``: of one row's difference."""
+    before, after, sizes = (np.array([row[place] for row in rows], dtype=np.float64) for place in (1, 2, 3))
+    change = after - before
+    low, high, p = paired_test(change, sizes)
+    means = {"before": before.sum() / sizes.sum(), "after": after.sum() / sizes.sum()}
+    means |= {"difference": means["after"] - means["before"], "low": low, "high": high, "p": p}
+    spread = np.std((change - means["difference"] * sizes) / sizes.mean())
+    better, worse = ([rows[row][0] for row in np.flatnonzero(way * change > 0)] for way in (sign, -sign))
+    found = {"rows": len(rows), "better": better, "worse": worse, "spread": float(spread)}
+    return {key: float(value) for key, value in means.items()} | found
+
+
+def decide(before: Facts, data: Facts, problem: str = "", lang: str = "en") -> tuple[str, list[str]]:
+    """Whether to train, by the rules of verdict.yaml: a decision (train, not_yet, mend) and its reasons in words.
+    ``before``: of ``compare``, the base as it is and with rows in its prompt; ``data``: an audited data.json;
+    ``problem``: why there is no plan."""
+    facts = {"found": before, "data": data, "train": data["train"], "problem": problem, "least_rows": LEAST_ROWS}
+    holds = [rule for rule in words("rules") if Environment().compile_expression(rule["if"])(**facts)]
+    reasons = [say(rule["why"], lang, **facts) for rule in holds if rule["decision"] == holds[0]["decision"]]
+    return holds[0]["decision"], reasons
+
+
+@cache
+def words(lang: str) -> Any:
+    """The words of verdict.yaml in one language (en, zh), or its ``rules``."""
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[lang]
+
+
+def say(key: str, lang: str = "en", **facts: Any) -> str:
+    """A text of verdict.yaml with its facts in it; texts may hold others."""
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"words": words(lang), "amount": amount, "least_rows": LEAST_ROWS}
+    environment.globals["say"] = lambda key, **more: say(key, lang, **facts | more)
+    return environment.from_string(words(lang)[key]).render(facts).strip()
+
+
+def amount(value: float, measure: str, sign: str = "") -> str:
+    """A value of a measure as a reader wants it; ``sign`` "+": with its sign."""
+    return format(value, sign + {"loss": ".4f", "score": ".3g"}.get(measure, ".1%"))

@@ -15,8 +15,9 @@ CPU_PROCESS_BYTES = 440_000_000  # torch, transformers, peft, gloo: 422 MB as a 
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 HEAP_SLACK = 0.15  # of what blocks keep, on CPU: glibc's holes between tensors
+COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
 LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
-LOAD_SPARE_BYTES = 100_000_000
+LOAD_SPARE_BYTES = 30_000_000
 # Of backward: all of it; late: its end; head and block: parts, never together.
 MOMENTS = ("always", "backward", "late", "head", "block", "step")
 
@@ -41,6 +42,7 @@ class Job:
     replicas: int = 1  # groups of ranks that each hold everything (HSDP)
     supervised: float = 1.0  # the largest share of a micro-batch's tokens that has logits
     adapted_outputs: int = 0  # output features of a block's layers under LoRA
+    engine: str = "simple"
 
     @property
     def compute_bytes(self) -> int:
@@ -75,12 +77,13 @@ class Practice:
 
 
 def own_practice(job: Job) -> Practice:
-    """What fullshard's engines do in the job's precision. On CPU the output of an adapted layer leaves a hole behind."""
+    """What fullshard's engines do in the job's precision. On CPU an adapted layer's output leaves a hole."""
     mode, states = precision_of(job.precision), 8 if job.optimizer == "adamw" else 0
     master, compute = mode.master.itemsize, job.compute_bytes
+    on_cpu = compute * job.on_cpu
     return Practice(
-        master, master, states, compute, gathered=compute, reduced=2 * compute, logit=compute, gradients_wait=False,
-        temporary=0 if states else master, table=compute, extra=compute * job.adapted_outputs * job.on_cpu,
+        master, master, states, compute, gathered=compute, reduced=4, temporary=0, logit=compute, gradients_wait=False,
+        table=on_cpu, extra=on_cpu * job.adapted_outputs,
     )  # fmt: skip
 
 
@@ -137,12 +140,15 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(shape.block if does.table else largest_unit(shape), sharded), sharded * job.accumulates
+    moving = 2 * does.table or does.reduced  # a block's gradients, and what arrives of others'
     table = does.table * shape.head_matrix * (sharded > 0)
+    copied = int(COPIES * 4 * shape.head_matrix) * (job.on_cpu and job.engine == "torch")
     copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, does.table)  # of tied: two and their sum
     lines += [
         Line("gathered weights", does.gathered * gathered, f"{does.gathered} x {gathered:,}", "backward"),
         Line("kept gradients", does.kept * kept, f"{does.kept} x {kept:,}, more than one micro-batch", "backward"),
-        Line("gradient reduction", does.reduced * unit, f"{does.reduced} x {unit:,}", "backward"),
+        Line("gradient reduction", moving * unit, f"{moving} x {unit:,}", "backward"),
+        Line("copies of fully_shard", copied, f"{COPIES} x 4 x {shape.head_matrix:,}", "backward"),
         Line("head's gradient", table, f"{does.table} x {shape.head_matrix:,}", "head"),
         Line("embedding's gradient", int(copies * table), f"{copies:g} x {table:,}", "late"),
         *(blocks := _activation_lines(shape, job, does)),
@@ -159,11 +165,11 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
 
 def _heap_lines(blocks: list[Line], gradients: int) -> list[Line]:
     """What glibc's heap adds: holes; and what blocks kept stays with the process, free for gradients only."""
-    slack = int(HEAP_SLACK * sum(line.bytes for line in blocks if line.cause != "logits chunk"))
-    left = max(0, slack + _bytes_at(blocks, "backward") - gradients)
+    kept = sum(line.bytes for line in blocks if line.cause != "logits chunk")
+    left = kept + int(HEAP_SLACK * kept) - _bytes_at(blocks, "block") - gradients
     return [
-        Line("allocator slack", slack, f"{HEAP_SLACK:.0%} of what blocks keep", "backward"),
-        Line("memory not given back", left, f"what blocks kept - {gradients:,} of gradients", "late"),
+        Line("allocator slack", int(HEAP_SLACK * kept), f"{HEAP_SLACK} x {kept:,} that blocks keep", "backward"),
+        Line("memory not given back", max(0, left), f"{max(0, left):,}: what blocks kept, less gradients", "late"),
     ]
 
 

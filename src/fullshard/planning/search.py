@@ -210,6 +210,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
             gathers_all=train.sharding != "full", replicas=train.replicas,
             adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
             adapted_outputs=adapters.outputs_per_block * is_lora,
+            engine=choose_engine(config.engine, train.sharding, facts.machine.kind),
             supervised=min(1.0, LONG_ROWS * facts.volume.supervised_share),
             adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
         )  # fmt: skip
@@ -310,8 +311,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
-        engine=choose_engine(config.engine, config.train.sharding, machine.kind),
-        micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
+        engine=job.engine, micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
         lines=lines, moments=choice.moments, peak_bytes=choice.peak_bytes,
         timeline=(timeline := step_timeline(lines, choice.moments["load"])),
         peak=find_peak(timeline, lines, choice.moments), usable_bytes=(usable := machine.usable_bytes(num_ranks)),

@@ -5,16 +5,19 @@ head size, f MLP width, n features of all norms, m ModelShape.mlp_copies): c (2h
 LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest.
 """
 
+import math
 from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape
 from fullshard.train.precision import precision_of
 
-CPU_PROCESS_BYTES = 600_000_000  # torch, transformers, peft, gloo: a 135M LoRA run's 3.27 GB less the other causes
+CPU_PROCESS_BYTES = 440_000_000  # torch, transformers, peft, gloo: 422 MB as a rank starts, 15 as it works
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
-LOGIT_BYTES = 16  # a logit of the loss's chunk: fp32 value, log-probability, gradient and one more, or its bf16 form
-LOAD_SPARE_BYTES = 100_000_000
+HEAP_SLACK = 0.15  # of what blocks keep, on CPU: glibc's holes between tensors
+COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
+LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
+LOAD_SPARE_BYTES = 30_000_000
 # Of backward: all of it; late: its end; head and block: parts, never together.
 MOMENTS = ("always", "backward", "late", "head", "block", "step")
 
@@ -37,6 +40,9 @@ class Job:
     vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
     gathers_all: bool = False  # blocks stay gathered from forward to backward or longer
     replicas: int = 1  # groups of ranks that each hold everything (HSDP)
+    supervised: float = 1.0  # the largest share of a micro-batch's tokens that has logits
+    adapted_outputs: int = 0  # output features of a block's layers under LoRA
+    engine: str = "simple"
 
     @property
     def compute_bytes(self) -> int:
@@ -67,13 +73,18 @@ class Practice:
     selected: int = 0  # bytes a token and recomputed block that selective recomputation keeps beside the block's input
     mask: bool = True  # rows x rows, of packed or padded rows
     passing: int = 0  # bytes a token of gradients passing through a block in backward
+    table: int = 0  # own engines': of the head's and embedding's whole gradients; only a block's are on their way
 
 
 def own_practice(job: Job) -> Practice:
-    """What fullshard's engines do in the job's precision."""
+    """What fullshard's engines do in the job's precision. On CPU an adapted layer's output leaves a hole."""
     mode, states = precision_of(job.precision), 8 if job.optimizer == "adamw" else 0
     master, compute = mode.master.itemsize, job.compute_bytes
-    return Practice(master, master, states, compute, gathered=compute, reduced=4, temporary=4 if states else 0)
+    on_cpu = compute * job.on_cpu
+    return Practice(
+        master, master, states, compute, gathered=compute, reduced=4, temporary=0, logit=compute, gradients_wait=False,
+        table=on_cpu, extra=on_cpu * job.adapted_outputs,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,18 +139,38 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
         lines.append(shared("vocabulary", each, vocabulary, held))
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
-    unit, kept = min(largest_unit(shape), sharded), sharded if job.accumulates else 0
+    unit, kept = min(shape.block if does.table else largest_unit(shape), sharded), sharded * job.accumulates
+    moving = 2 * does.table or does.reduced  # a block's gradients, and what arrives of others'
+    table = does.table * shape.head_matrix * (sharded > 0)
+    copied = int(COPIES * 4 * shape.head_matrix) * (job.on_cpu and job.engine == "torch")
+    copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, does.table)  # of tied: two and their sum
     lines += [
         Line("gathered weights", does.gathered * gathered, f"{does.gathered} x {gathered:,}", "backward"),
         Line("kept gradients", does.kept * kept, f"{does.kept} x {kept:,}, more than one micro-batch", "backward"),
-        Line("gradient reduction", does.reduced * unit, f"{does.reduced} x {unit:,}", "backward"),
-        *_activation_lines(shape, job, does),
+        Line("gradient reduction", moving * unit, f"{moving} x {unit:,}", "backward"),
+        Line("copies of fully_shard", copied, f"{COPIES} x 4 x {shape.head_matrix:,}", "backward"),
+        Line("head's gradient", table, f"{does.table} x {shape.head_matrix:,}", "head"),
+        Line("embedding's gradient", int(copies * table), f"{copies:g} x {table:,}", "late"),
+        *(blocks := _activation_lines(shape, job, does)),
     ]
-    slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
-    lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
+    if job.on_cpu:
+        lines += _heap_lines(blocks, next((line.bytes for line in lines if line.cause.endswith(" gradients")), 0))
+    else:
+        slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
+        lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
     moved = _share(does.temporary * sharded, ranks) + does.temporary * adapters
     lines.append(Line("optimizer temporary", moved, f"{does.temporary} x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]
+
+
+def _heap_lines(blocks: list[Line], gradients: int) -> list[Line]:
+    """What glibc's heap adds: holes; and what blocks kept stays with the process, free for gradients only."""
+    kept = sum(line.bytes for line in blocks if line.cause != "logits chunk")
+    left = kept + int(HEAP_SLACK * kept) - _bytes_at(blocks, "block") - gradients
+    return [
+        Line("allocator slack", int(HEAP_SLACK * kept), f"{HEAP_SLACK} x {kept:,} that blocks keep", "backward"),
+        Line("memory not given back", max(0, left), f"{max(0, left):,}: what blocks kept, less gradients", "late"),
+    ]
 
 
 def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
@@ -157,7 +188,7 @@ def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]
         kept = f"{tokens:,} tokens x {layers - again} blocks x {each:,}"
         lines.append(Line("activations", tokens * (layers - again) * each, kept, "backward"))
     chunk = CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) if does.positions is None else does.positions or tokens
-    chunk = min(max(1, chunk), tokens)  # positions at once, as the loss cuts them
+    chunk = min(max(1, chunk), math.ceil(tokens * job.supervised))  # positions at once, as the loss cuts them
     logits, mask = int(chunk * shape.vocab_size * does.logit), mask * does.mask
     return [
         *lines,

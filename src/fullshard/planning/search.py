@@ -27,6 +27,7 @@ CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, small
 DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
 USABLE_SHARE = 0.95  # of the memory that is free now
 LAUNCHER_BYTES = 400_000_000  # the process that starts the ranks of a CPU machine
+LONG_ROWS = 1.15  # supervised share of the rows with the most, over that of all
 SAMPLED_WINDOWS = 40  # steps laid out to learn the padding; the rest is scaled
 
 
@@ -189,6 +190,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     longest, is_lora, adapters = longest_row(config, facts), config.method == "lora", facts.adapters
     lengths = np.minimum(facts.volume.lengths, limit)
     first = windows(lengths, train.seed, 0, parse_quantity(train.global_batch))[:3]
+    first.append(np.argsort(-lengths, kind="stable")[: len(first[0])])  # the trial step's
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
     @functools.cache
@@ -207,6 +209,9 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
             accumulates=accumulates(micro_batch) and not reduce_each,
             gathers_all=train.sharding != "full", replicas=train.replicas,
             adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
+            adapted_outputs=adapters.outputs_per_block * is_lora,
+            engine=choose_engine(config.engine, train.sharding, facts.machine.kind),
+            supervised=min(1.0, LONG_ROWS * facts.volume.supervised_share),
             adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
         )  # fmt: skip
         yield Choice(job, micro_batch, moment_peaks(facts.shape, job), reduce_each)
@@ -306,8 +311,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
-        engine=choose_engine(config.engine, config.train.sharding, machine.kind),
-        micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
+        engine=job.engine, micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
         lines=lines, moments=choice.moments, peak_bytes=choice.peak_bytes,
         timeline=(timeline := step_timeline(lines, choice.moments["load"])),
         peak=find_peak(timeline, lines, choice.moments), usable_bytes=(usable := machine.usable_bytes(num_ranks)),

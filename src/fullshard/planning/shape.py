@@ -101,6 +101,7 @@ class AdapterShape:
 
     parameters: int  # of all adapters together
     inputs_per_block: int  # features that a block's adapted layers read
+    outputs_per_block: int
     vocabulary: int  # parameters of embedding and head, where they are trained too
 
 
@@ -115,9 +116,10 @@ def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bo
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     adapters = {name: weight for name, weight in trained.items() if is_adapter(name)}
     inputs = sum(weight.shape[1] for name, weight in adapters.items() if ".lora_A." in name)
+    outputs = sum(weight.shape[0] for name, weight in adapters.items() if ".lora_B." in name)
     size = sum(weight.numel() for weight in adapters.values())
     vocabulary = sum(weight.numel() for weight in trained.values()) - size
-    return AdapterShape(size, math.ceil(inputs / num_blocks), vocabulary)
+    return AdapterShape(size, math.ceil(inputs / num_blocks), math.ceil(outputs / num_blocks), vocabulary)
 
 
 def _active_matrices(block: nn.Module, settings: Any) -> int:

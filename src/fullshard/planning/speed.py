@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 
 from fullshard.device import supports_bf16
 from fullshard.planning.hardware import Accelerator
-from fullshard.planning.memory import Job, Practice, block_bytes_per_token, own_practice
+from fullshard.planning.memory import LOGIT_BYTES, Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
 PROBED = (0.9, 1.1)  # real speed / that of a probe of some steps: benchmarks/plan.py
@@ -65,6 +65,7 @@ def kernel_numbers(
 ) -> dict[str, float]:
     """What the formulas of a micro-batch are made of: counts, bytes, and rates a second."""
     shares = shares or EFFICIENCY["cpu" if job.on_cpu else "devices"]
+    logit = does.logit if does else LOGIT_BYTES  # written and read, which our loss does in place
     does, kernels, is_full = does or own_practice(job), shares["kernels"], job.method == "full"
     family, passes = shares["families"][card.family], 3 if is_full else 2
     peak = card.flops.get(job.precision.split("_")[0], card.flops["fp16"]) * card.reachable
@@ -82,7 +83,7 @@ def kernel_numbers(
         "repeats": 3.5 + blocks * (run.again is None),  # backward: 2.5 forwards; selective recomputation keeps them
         "score_rate": peak * family[run.attention] * small, "memory_rate": card.memory_bytes_per_second,
         "moved": (3 + blocks) * (moved + 2 * run.adapted * kernels["adapter"]),  # bytes a token and block
-        "logits": shape.vocab_size * does.logit * kernels["logits"], "block": shares["block"],
+        "logits": shape.vocab_size * logit * kernels["logits"], "block": shares["block"],
         "collectives": 3 * run.units,
         "latency": shares["unit"] + shares["hop"] * job.num_ranks if cut > 1 else 0.0,  # a ring through all ranks
         "trained": shape.parameters / cut if is_full else job.adapters,

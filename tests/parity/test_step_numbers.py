@@ -288,8 +288,11 @@ def test_whole_logits_never_exist(family, dtype, chunks):
     model.chunk_rows = 1024 // chunks
     ids = torch.randint(0, 8192, (32, 32))  # short rows: attention is small beside logits
     late: list[int] = []
-    table = model.causal_lm.get_input_embeddings()
-    table.register_forward_hook(lambda *all: all[2].register_hook(lambda _: late.append(sum(live.sizes.values()))))
+
+    def watch(module, inputs, embedded) -> None:
+        embedded.register_hook(lambda _: late.append(sum(live.sizes.values())))
+
+    model.causal_lm.get_input_embeddings().register_forward_hook(watch)
     with Live() as live:
         model(ids, ids).backward()
     chunk_bytes = 4 * 8192 * model.chunk_rows

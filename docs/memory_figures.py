@@ -32,7 +32,6 @@ LIVE = {
     "recomputed": RED,
     "reduction": YELLOW,
     "logits": "#000000",
-    "temporary": "#8c6bb1",
 }
 KINDS = {"tensors": BLUE, "mlp": SKY, "norms": GREEN, "statistics": ORANGE, "scores": RED}
 
@@ -56,7 +55,6 @@ ENGLISH = {
     "recomputed": "recomputed block",
     "reduction": "reduction buffer",
     "logits": "logits chunk",
-    "temporary": "optimizer temporary",
     "block_title": "Kept for backward by one block, one row of {row} tokens, {model}",
     "infinity": "formula of ZeRO-Infinity",
     "unfused": "formula of Korthikanti",
@@ -89,7 +87,6 @@ CHINESE = {
     "recomputed": "重算的一层",
     "reduction": "规约缓冲区",
     "logits": "logits 分块",
-    "temporary": "优化器临时量",
     "block_title": "一层为反向保存的显存，一行 {row} 个词元，{model}",
     "infinity": "ZeRO-Infinity 的公式",
     "unfused": "Korthikanti 的公式",

@@ -228,7 +228,7 @@ def step_moments(shape: ModelShape, job: Job) -> list[Moment]:
         live |= {"logits": lines["logits chunk"]} if name == "head" else {}
         live |= {"recomputed": lines["recomputed block"]} if name.startswith("block") else {}
         moments.append(Moment("backward", name, live))
-    update = {"gradients": lines["fp32 gradients"], "temporary": lines["optimizer temporary"]}
+    update = {"gradients": lines["fp32 gradients"]}
     return [*moments, Moment("step", "", fixed | update), Moment("rest", "", dict(fixed))]
 
 

@@ -37,7 +37,7 @@ from memory_numbers import (
     working_bytes,
 )
 
-from fullshard.planning.memory import DEVICE_CONTEXT_BYTES, SLACK, largest_unit
+from fullshard.planning.memory import DEVICE_CONTEXT_BYTES, MOMENTS, SLACK, largest_unit
 from fullshard.planning.plan import format_bytes
 from fullshard.planning.search import USABLE_SHARE
 
@@ -187,7 +187,7 @@ def model_numbers(numbers: Numbers) -> dict[str, object]:
 def plan_numbers(numbers: Numbers, words: dict) -> dict[str, object]:
     """Section 5: the plan line by line, its moments, and other plans."""
     plan, highest = numbers.plan, max(numbers.moments, key=lambda moment: moment.total)
-    sums = dict.fromkeys(("always", "backward", "head", "block", "step"), 0)
+    sums = dict.fromkeys(MOMENTS, 0)
     for line in plan.lines:
         sums[line.when] += line.bytes
     causes = [
@@ -210,7 +210,7 @@ def plan_numbers(numbers: Numbers, words: dict) -> dict[str, object]:
         )
     counted = {line.cause: line.bytes for line in plan.lines}
     more = {
-        "gradients": counted["fp32 gradients"] - highest.live["gradients"],
+        "gradients": -highest.live["gradients"],
         "gathered": counted["gathered weights"] - highest.live["gathered"],
         "mask": counted["attention mask"],
         "slack": counted["allocator slack"],
@@ -223,7 +223,7 @@ def plan_numbers(numbers: Numbers, words: dict) -> dict[str, object]:
         "causes": rows(*causes),
         "always": gigabytes(sums["always"]),
         "passing": gigabytes(sums["backward"] + max(sums["head"], sums["block"])),
-        "in_step": gigabytes(sums["step"]),
+        "at_end": gigabytes(sums["late"]),
         "train": gigabytes(plan.moments["train"]),
         "usable": gigabytes(plan.usable_bytes),
         "usable_share": f"{USABLE_SHARE:.0%}",

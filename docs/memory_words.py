@@ -14,12 +14,12 @@ ENGLISH = {
         "backward": "backward",
         "head": "backward of the head",
         "block": "backward of a block",
-        "step": "optimizer's step",
+        "late": "end of backward",
     },
     "causes": {
         "device context": "A fixed allowance: context, cuBLAS, collectives' buffers; outside torch's allocator.",
         "fp32 masters": "This rank's share of the weights, in FP32: what the optimizer changes and checkpoints keep.",
-        "fp32 gradients": "This rank's share of the gradients' sum. Freed after each step; counted always.",
+        "fp32 gradients": "This rank's share of the gradients' sum. They come as backward goes and are freed after each step.",
         "optimizer state": "Adam's two moments, FP32. They exist from the start, so the trial step already has them.",
         "gathered weights": "Whole units in bf16: the one in use and the next. Counted as two of [final norm, head].",
         "gradient reduction": "The FP32 buffer that the largest unit's gradients are sent from.",
@@ -28,7 +28,6 @@ ENGLISH = {
         "attention mask": "rows x rows, 1 + 2 bytes (section 3). Only with `data.packing` by masks; counted always.",
         "logits chunk": "The head and the loss take the supervised positions piece by piece.",
         "allocator slack": "Stands for fragmentation: a share of all that comes and goes.",
-        "optimizer temporary": "The update's own copy of a shard; backward's memory is free again by then.",
     },
 }
 
@@ -46,12 +45,12 @@ CHINESE = {
         "backward": "反向",
         "head": "输出层的反向",
         "block": "一层的反向",
-        "step": "优化器更新",
+        "late": "反向结束时",
     },
     "causes": {
         "device context": "固定预留：上下文、cuBLAS 工作区、集合通信缓冲区，不归 torch 的分配器管。",
         "fp32 masters": "本 rank 的那份权重，FP32：优化器更新的、检查点保存的都是它。",
-        "fp32 gradients": "reduce-scatter 留在本 rank 的那份梯度之和。每步之后释放；计划始终计入。",
+        "fp32 gradients": "reduce-scatter 留在本 rank 的那份梯度之和。随反向逐渐出现，每步之后释放。",
         "optimizer state": "Adam 的两个矩，FP32。一开始就分配，所以试跑的一步已经包含它们。",
         "gathered weights": "完整单元的 bf16 权重：正在用的和下一个。按两个最大单元 [最终归一化, 输出层] 计。",
         "gradient reduction": "发送最大单元的梯度所用的 FP32 缓冲区。",
@@ -60,6 +59,5 @@ CHINESE = {
         "attention mask": "行 x 行，1 + 2 字节（第 3 节）。只有 `data.packing` 用掩码时才有；计划始终计入。",
         "logits chunk": "输出层和损失逐块处理受监督的位置。",
         "allocator slack": "代表碎片：所有临时显存的一个比例。",
-        "optimizer temporary": "更新时分片的一份副本；此时反向的显存已经释放。",
     },
 }

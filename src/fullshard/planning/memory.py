@@ -15,6 +15,7 @@ CPU_PROCESS_BYTES = 440_000_000  # torch, transformers, peft, gloo: 422 MB as a 
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 HEAP_SLACK = 0.15  # of what blocks keep, on CPU: glibc's holes between tensors
+HOLES = 0.4  # on CPU, of what a recomputed block held: what it keeps splits the place of what it does not
 COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
 LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES = 30_000_000
@@ -154,7 +155,8 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
         *(blocks := _activation_lines(shape, job, does)),
     ]
     if job.on_cpu:
-        lines += _heap_lines(blocks, next((line.bytes for line in lines if line.cause.endswith(" gradients")), 0))
+        gradients = next((line.bytes for line in lines if line.cause == f"{name} gradients"), 0)
+        lines += _heap_lines(blocks, job.recomputed(shape.num_layers), gradients)
     else:
         slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
         lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
@@ -163,12 +165,15 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     return [line for line in lines if line.bytes]
 
 
-def _heap_lines(blocks: list[Line], gradients: int) -> list[Line]:
+def _heap_lines(blocks: list[Line], recomputed: int, gradients: int) -> list[Line]:
     """What glibc's heap adds: holes; and what blocks kept stays with the process, free for gradients only."""
     kept = sum(line.bytes for line in blocks if line.cause != "logits chunk")
-    left = kept + int(HEAP_SLACK * kept) - _bytes_at(blocks, "block") - gradients
+    passed = recomputed * _bytes_at(blocks, "block")
+    slack = int(HEAP_SLACK * kept + HOLES * passed)
+    left = kept + slack - _bytes_at(blocks, "block") - gradients
+    held = f"{HEAP_SLACK} x {kept:,} that blocks keep + {HOLES} x {passed:,} that passed"
     return [
-        Line("allocator slack", int(HEAP_SLACK * kept), f"{HEAP_SLACK} x {kept:,} that blocks keep", "backward"),
+        Line("allocator slack", slack, held, "backward"),
         Line("memory not given back", max(0, left), f"{max(0, left):,}: what blocks kept, less gradients", "late"),
     ]
 

@@ -87,7 +87,7 @@ def make_plan(
     or for a full disk, ConfigError where rows are longer than the model's positions."""
     num_ranks, facts = _start(config, ranks, devices, rows, mean_tokens, price, currency)
     choice = choose(config, num_ranks, facts)
-    if choice.peak_bytes > facts.machine.usable_bytes(num_ranks):
+    if choice.peak_bytes * (1 - EXPLAIN["memory_error"]) > facts.machine.usable_bytes(num_ranks):
         raise _does_not_fit(config, num_ranks, facts, choice)
     plan = _finish(config, num_ranks, facts, choice, tokens_per_second)
     place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
@@ -176,13 +176,26 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
-    """The first choice that fits, by speed; where none fits, the one with the smallest peak."""
-    usable, choices = facts.machine.usable_bytes(num_ranks), []
-    for choice in _choices(config, num_ranks, facts):
-        if choice.peak_bytes <= usable:
-            return choice
-        choices.append(choice)
-    return min(choices, key=lambda choice: choice.peak_bytes)
+    """The fastest choice that fits, reducing gradients once a step if one does (on CPU the first: they are in order);
+    where none fits, that with the least peak."""
+    usable, machine = facts.machine.usable_bytes(num_ranks), facts.machine
+    choices = list(_choices(config, num_ranks, facts))
+    fitting = [choice for choice in choices if choice.peak_bytes <= usable]
+    if not fitting:
+        return min(choices, key=lambda choice: choice.peak_bytes)
+    card, link = machine.card or machine.known, machine.link_bytes_per_second
+    fitting = [choice for choice in fitting if choice.reduce_each == fitting[0].reduce_each]
+    if card is None or len(fitting) == 1:
+        return fitting[0]
+
+    @functools.cache
+    def work(micro_batch: tuple[int, str]) -> StepWork:
+        return measure_work(config, num_ranks, facts.volume, micro_batch)[0]
+
+    def seconds(choice: Choice) -> float:
+        return run_seconds(facts.shape, work(choice.micro_batch), choice.job, machine.rates, link, card)[1]
+
+    return min(fitting, key=seconds)
 
 
 def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice]:
@@ -346,11 +359,13 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
 def _notes(config: RunConfig, facts: Facts, choice: Choice) -> list[str]:
     machine, volume, job, rates = facts.machine, facts.volume, choice.job, facts.machine.rates
     on_cpu, positions, merged = machine.kind == "cpu", facts.shape.max_positions, choice.moments["merge"]
+    usable = machine.usable_bytes(job.num_ranks)
     holds = {
         "card": machine.card, "shipped": shapes.shipped_config(config.model.path), "assumed": volume.assumption,
         "estimated": volume.is_estimate and not volume.assumption, "rates": on_cpu and config.train.precision == "auto",
         "fp16": on_cpu and job.precision == "fp16", "reduced": choice.reduce_each,
         "recomputed": job.recompute and config.train.recompute == "auto",
+        "tight": usable < choice.peak_bytes <= usable / (1 - EXPLAIN["memory_error"]),
         "positions": config.data.max_length > job.longest == positions,
         "merged": on_cpu and merged > machine.usable_bytes(1), "shared": on_cpu and facts.price,
     }  # fmt: skip

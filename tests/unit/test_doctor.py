@@ -74,7 +74,7 @@ def test_a_failed_check_is_counted_and_its_fix_printed():
 def test_exit_codes(monkeypatch, capsys, ok, code):
     asked = []
 
-    def check(*given):
+    def check(**given):
         asked.append(given)
         return MachineReport((Check("disk", ok, "1 GB free", "Free some." if ok != "ok" else ""),))
 
@@ -83,11 +83,11 @@ def test_exit_codes(monkeypatch, capsys, ok, code):
         cli.main(["doctor", "recipe.yaml", "train.epochs=2", "--json"])
     assert ended.value.code == code
     assert json.loads(capsys.readouterr().out)["healthy"] == (code == 0)
-    assert asked == [("recipe.yaml", ["train.epochs=2"])]
+    assert asked == [{"recipe": "recipe.yaml", "overrides": ["train.epochs=2"]}]
 
 
 def test_only_the_first_rank_speaks_and_fails(monkeypatch, capsys):
-    monkeypatch.setattr("fullshard.launch.check_machine", lambda *_: MachineReport((Check("x", "fail", "bad"),)))
+    monkeypatch.setattr("fullshard.launch.check_machine", lambda **_: MachineReport((Check("x", "fail", "bad"),)))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, code in (("0", 2), ("1", 0)):
         monkeypatch.setenv("RANK", rank)

@@ -224,14 +224,13 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             traceback.print_exc()
-        known = problem if isinstance(problem, UserError) else None
+        known, code = problem, 2
         if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             known = UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
         elif isinstance(problem, OSError) and problem.filename is not None:
             known = UserError(f"Cannot use {problem.filename}: {problem.strerror}.", "Check the path and its rights.")
-        code, text = 2 if known else 1, f"{type(problem).__name__}: {problem} (run again with --debug)"
-        if known:
-            text = f"{known.message}\n  -> {known.hint}" if known.hint else known.message
-        if not (known and known.told):
-            print(f"Error: {text}", file=sys.stderr)
+        elif not isinstance(problem, UserError):
+            known, code = UserError(f"{type(problem).__name__}: {problem} (run again with --debug)"), 1
+        if not known.told:
+            print(f"Error: {known.message}", *([f"  -> {known.hint}"] if known.hint else []), sep="\n", file=sys.stderr)
     sys.exit(code)

@@ -179,11 +179,8 @@ class RunConfig(Section):
 
 def recipe_keys() -> list[str]:
     """Every leaf key of the recipe in dotted form, in order."""
-    keys = []
-    for name, field in RunConfig.model_fields.items():
-        inside = getattr(field.annotation, "model_fields", None)
-        keys += [f"{name}.{inner}" for inner in inside] if inside else [name]
-    return keys
+    inside = {name: getattr(field.annotation, "model_fields", ()) for name, field in RunConfig.model_fields.items()}
+    return [key for name, inner in inside.items() for key in [f"{name}.{leaf}" for leaf in inner] or [name]]
 
 
 class _RecipeLoader(yaml.SafeLoader):

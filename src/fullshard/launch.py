@@ -129,8 +129,7 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
         with TemporaryDirectory() as folder:
             write_json(Path(folder) / doctor.FILE, {"place": str(place)})
             _launch(Path(folder), default_ranks(), None, "doctor")
-            found = read_json(Path(folder) / doctor.FILE)["found"]
-            checks += doctor.join_ranks([(node, [doctor.Check(**one) for one in mine]) for node, mine in found])
+            checks += [doctor.Check(**one) for one in read_json(Path(folder) / doctor.FILE)["found"]]
     except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
         checks.append(doctor.judge("ranks", "fail", str(error).strip().partition("\n")[0]))
     return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
@@ -145,11 +144,10 @@ def _step_to_resume(run: Path, step: int | None) -> int:
 
 def _check_ranks(ranks: int | None) -> None:
     """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
-    if ranks is None:
-        return
-    if _started_by_launcher():
-        if ranks != (started := int(os.environ["WORLD_SIZE"])):
-            raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
+    started = os.environ["WORLD_SIZE"] if _started_by_launcher() else None
+    if started and ranks not in (None, int(started)):
+        raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
+    if started or ranks is None:
         return
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
@@ -162,7 +160,6 @@ def _check_ranks(ranks: int | None) -> None:
 def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
-    from rich.progress import Progress
     from torch import __version__ as torch_version
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
@@ -197,19 +194,17 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
-        values = config.model_dump(mode="json") | {ASKED: asked.model_dump(mode="json")}
-        values["model"]["path"] = str(folder.expanduser().resolve())
-        if config.method == "full":
-            del values["lora"]  # a full recipe may not have the section
+        unused = {"lora"} if config.method == "full" else set()  # a full recipe may not have the section
+        values = config.model_dump(mode="json", exclude=unused) | {ASKED: asked.model_dump(mode="json")}
+        values["model"]["path"] = str(folder.resolve())
         write_json(run / run_folder.CONFIG, values)
         packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
         machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
         devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
         write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
-        with Progress(console=Console(quiet=quiet), transient=True) as bars:
-            bar = bars.add_task("preparing the data", total=None)
+        with Console(quiet=quiet).status("preparing the data") as status:
             say = "preparing {}: {:,} rows".format
-            account = prepare(config, run / run_folder.PREPARED, lambda *at: bars.update(bar, description=say(*at)))
+            account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(say(*at)))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)

@@ -131,17 +131,11 @@ def _built_in_model(console: Console) -> Path:
 
 def _evaluate(model: Path, console: Console) -> dict[str, Any]:
     from fullshard.device import release_memory
-    from fullshard.infer.generate import load_for_inference
 
-    found = {}
     with console.status("loading the model") as status:
-        answerer = load_for_inference(model)
-        settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
-        settings["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
-        for language, file in HELD_OUT.items():
-            found[language] = fullshard.evaluate_run(answerer, file, **settings)
-        device = answerer.model.device
-        del answerer
-        gc.collect()
-        release_memory(device)  # the ranks need it next
+        options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
+        options["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
+        found = {language: fullshard.evaluate_run(model, file, **options) for language, file in HELD_OUT.items()}
+    gc.collect()
+    release_memory()  # the ranks need it next
     return found

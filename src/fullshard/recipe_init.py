@@ -72,9 +72,8 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> di
     measured = {n: max(len(part.ids) for part in parts) for n, (_, parts) in zip(numbers, rendered, strict=True)}
     longest = max(measured.values())
     max_length = min(max(1, math.ceil(longest / ROUNDING)) * ROUNDING, positions or 2**24)
-    over = sum(length > max_length for length in measured.values())
-    mean = sum(measured[number] for number in spread) / len(spread)
-    return {"longest": longest, "mean": mean, "over_limit": over, "max_length": max_length}
+    mean, over = np.mean([measured[number] for number in spread]), sum(n > max_length for n in measured.values())
+    return {"longest": longest, "mean": float(mean), "over_limit": over, "max_length": max_length}
 
 
 def choose_eval(num_rows: int) -> float | None:
@@ -94,12 +93,11 @@ def choose_batch(num_rows: int) -> int:
 def choose_method(values: dict[str, Any]) -> tuple[str, str, Plan | None]:
     """full where it fits in comfort, else lora: (method, the reason with figures, its plan or None if none fits)."""
     full, lora = _plan_of(values, "full"), _plan_of(values, "lora")
+    method, what, plan, other = "lora", "adapters only", lora, full
     if full is not None and full.peak_bytes <= COMFORT * full.usable_bytes:
         method, what, plan, other = "full", "all weights", full, lora
-    elif lora is None:
-        return "lora", "does not fit this machine as it is: fullshard plan says what would", None
-    else:
-        method, what, plan, other = "lora", "adapters only", lora, full
+    if plan is None:
+        return method, "does not fit this machine as it is: fullshard plan says what would", None
     beside = f"{format_bytes(other.peak_bytes)} the other way" if other else "the other way does not fit"
     needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank"
     return method, f"{what}; needs {needs}; {beside}", plan

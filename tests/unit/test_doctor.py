@@ -322,7 +322,7 @@ def test_a_recipe_that_can_run(job):
     assert "29% of the tokens are learned; answers end with '<|end|>' (id 7)" in found["template"].finding
     assert re.search(r"[\d.]+ [MG]B of [\d.]+ GB a rank in fp32; to merge", found["memory for it"].finding)
     parameters = sum(value.numel() for value in load_all(job / "model"))
-    assert f"2 + 1 checkpoints of {12 * parameters / 1e3:.3g} kB" in found["disk for it"].finding
+    assert f"2 + 1 checkpoints of {(12 * parameters + 64 * 64) / 1e3:.3g} kB" in found["disk for it"].finding
     assert not (job / "run").exists()
 
 
@@ -335,14 +335,14 @@ def load_all(folder: Path) -> list[torch.Tensor]:
 def test_only_what_trains_is_counted_on_the_disk(job):
     full = needs("train.optimizer=sgd", "train.keep_last=5")["disk for it"].finding
     parameters = sum(value.numel() for value in load_all(job / "model"))
-    assert f"5 + 1 checkpoints of {4 * parameters / 1e3:.3g} kB" in full
+    assert f"5 + 1 checkpoints of {(4 * parameters + 64 * 64) / 1e3:.3g} kB" in full
     lora = needs("method=lora", "lora.rank=1")["disk for it"].finding
     size, unit = re.search(r"checkpoints of ([\d.]+) (k?B)", lora).groups()
     assert float(size) * (1000 if unit == "kB" else 1) < 12 * parameters
 
 
 def test_a_full_disk(job, monkeypatch):
-    for free, ok in ((200_000, "fail"), (270_000, "warn")):
+    for free, ok in ((200_000, "fail"), (280_000, "warn")):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         found = needs()["disk for it"]
         assert found.ok == ok, found.finding

@@ -1,5 +1,4 @@
-"""fullshard: fine-tune transformer language models with fully sharded data parallelism. The Python API is what the
-command line calls; names are imported on first use, so that ``import fullshard`` does not load torch."""
+"""The Python API, which the command line calls. Names are imported on first use: ``import fullshard`` loads no torch."""
 
 from pkgutil import resolve_name
 from typing import Any

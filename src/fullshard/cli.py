@@ -1,7 +1,6 @@
 """The command line: parse, call the Python API, print what cli.yaml says. Imports neither torch nor transformers. Exit
 codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 stopped by Ctrl-C."""
 
-import dataclasses
 import errno
 import inspect
 import json
@@ -9,6 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -67,11 +67,24 @@ CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_o
 CALLS |= {"template_arguments": {"parser": _json_object}}
 
 
-def _with_options(function: Callable[..., None], takes: str, name: str) -> Callable[..., None]:
-    """``function`` as typer reads it: its parameters, given by name, are as cli.yaml has them."""
+def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Callable[..., None]:
+    """``verb`` as typer reads it, with parameters as cli.yaml has them. It prints what ``verb`` yields: the result, as
+    JSON, or all that comes behind it. Under torchrun rank 0 speaks."""
 
     def run(**given: Any) -> None:
-        function(**given)
+        as_json = given.pop("json_output", given.get("quiet", False))
+        said = verb(**{key: value for key, value in given.items() if key not in ("debug", "schema", "version")})
+        if (result := next(said, None)) is None:
+            return
+        from rich.console import Console
+
+        from fullshard.launch import speaks
+
+        if speaks():
+            for part in [_json_text(result)] if as_json else said:
+                print(part) if isinstance(part, str) else Console().print(part)
+            if not getattr(result, "healthy", True):
+                raise typer.Exit(2)
 
     parameters, table = [], TABLE["parameters"]
     for key in [*takes.split(), "debug"]:  # main looks whether it is given
@@ -82,23 +95,6 @@ def _with_options(function: Callable[..., None], takes: str, name: str) -> Calla
         parameters.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     run.__signature__ = inspect.Signature(parameters)
     return run
-
-
-def _run(verb: Callable[..., Iterator[Any]], **given: Any) -> None:
-    """Print what ``verb`` yields: its result, as JSON, or all that comes behind it. Under torchrun rank 0 speaks."""
-    from rich.console import Console
-
-    from fullshard.launch import speaks
-
-    as_json = given.pop("json_output", given.get("quiet", False))
-    said = verb(**{name: value for name, value in given.items() if name not in ("debug", "schema")})
-    result = next(said)
-    if not speaks():
-        return
-    for part in [_json_text(result)] if as_json else said:
-        print(part) if isinstance(part, str) else Console().print(part)
-    if not getattr(result, "healthy", True):
-        raise typer.Exit(2)
 
 
 def _call(place: str, says: str, **given: Any) -> Iterator[Any]:
@@ -198,18 +194,14 @@ def _tables(columns: list[str], rows: list[list[Any]], **options: Any) -> Iterat
 
 
 def _json_text(value: Any) -> str:
-    if hasattr(value, "to_json"):
-        value = value.to_json()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    plain = value.to_json() if hasattr(value, "to_json") else asdict(value) if is_dataclass(value) else value
+    return json.dumps(plain, indent=2, ensure_ascii=False, default=str)
 
 
 FUNCTIONS = {"plan": _plan, "eval": _eval, "report": _report, "prepare": _prepare, "generate": _generate}
-app.callback()(_with_options(lambda **_: None, "version", ""))
+app.callback()(_command(lambda: iter(()), "version", ""))
 for name, verb in TABLE["verbs"].items():
-    function = FUNCTIONS.get(name) or partial(_call, verb["call"], verb.get("says"))
-    command = _with_options(partial(_run, function), verb["takes"], name)
+    command = _command(FUNCTIONS.get(name) or partial(_call, verb["call"], verb.get("says")), verb["takes"], name)
     app.command(name, help=verb["help"], rich_help_panel=verb.get("panel"))(command)
 
 

@@ -209,14 +209,11 @@ def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check
     rate = timed_product(mode.compute, device.type)
     set_fast_fp32(False)
     card, load, limit = find_accelerator(card_name), psutil.getloadavg()[0], FACTS["error_limits"][name]
-    speed = f"{rate / 1e12:.3g} TFLOP/s a device" if card_name else f"{rate / 1e9:.3g} GFLOP/s a core"
-    finding = f"error {error:.1g}, {speed}"
-    if peak := card.flops.get(name, 0.0) if card else 0.0:
-        finding += f", {rate / peak:.0%} of the rated {peak / 1e12:g} TFLOP/s"
-    finding += f", {plain / rate:.2g} x slower than fp32: emulated" * (rate < plain / 2)
-    finding += f" (busy: load {load:.1f} on {num_cores()} cores)" * (load > num_cores() / 2)
+    peak = card.flops.get(name, 0.0) if card else 0.0
+    numbers = {"error": error, "limit": limit, "rate": rate, "peak": peak, "plain": plain, "load": load}
+    finding = Template(FACTS["product"]).render(numbers, card=card_name, cores=num_cores())
     if not error <= limit:
-        return judge(title, "fail", f"{finding}; rounding explains at most {limit:g}", "wrong", rate)
+        return judge(title, "fail", finding, "wrong", rate)
     return judge(title, "warn" * (rate < FACTS["slow_card"] * peak), finding, "slow", rate)
 
 

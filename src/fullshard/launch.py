@@ -42,8 +42,7 @@ PROBE_STEPS = 4
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
-    """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
-    accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
+    """Train a recipe on ``ranks`` (default: every accelerator, else 2) in a new run folder. Returns its TrainResult."""
     _check_ranks(ranks)
     if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)

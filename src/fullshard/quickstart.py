@@ -17,7 +17,7 @@ import fullshard
 from fullshard.errors import ConfigError, UserError
 from fullshard.launch import check_machine
 from fullshard.recipe_init import write_new
-from fullshard.run_folder import free_run, write_json
+from fullshard.run_folder import free_run, recipe_beside, write_json
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 Place = str | Path | None
@@ -41,15 +41,14 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     disable_progress_bar()  # transformers' own bars would tear ours
     console = Console(highlight=False)
     words = Template((DATA_FOLDER / "report.txt").read_text(encoding="utf-8"), trim_blocks=True).module
-    run = Path(output) if output is not None else free_run_folder(Path("runs"))
-    if taken := [path for path in (run, recipe_path(run)) if path.exists()]:
+    run = Path(output) if output is not None else free_run(Path("runs"), "quickstart")
+    if taken := [path for path in (run, recipe_beside(run)) if path.exists()]:
         raise ConfigError(f"{taken[0]} exists already.", "Choose another run folder, or leave it out.")
     console.print("\n[bold]1 Machine[/]")
     with console.status("checking"):
         report = check_machine()
     print(report.to_text())
-    if not report.healthy:
-        failed = [check for check in report.checks if check.ok == "fail"]
+    if failed := [check for check in report.checks if check.ok == "fail"]:
         names = ", ".join(check.name for check in failed)
         raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
@@ -64,8 +63,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     rest = time.monotonic() - clock + MERGE_SECONDS
     print(words.before(base), end="")
     console.print("\n[bold]4 Prepare and train[/]")
-    least, most = (f"{(seconds + rest) / 60:.1f}" for seconds in (plan.seconds_low, plan.seconds_high))
-    print(f"Expected from here: {least} to {most} minutes")
+    print(words.expected(plan, rest))
     trained = fullshard.train_run(config, ranks=ranks)
     console.print("\n[bold]5 Merge[/]")
     with console.status("merging") as status:
@@ -83,23 +81,13 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     return result
 
 
-def free_run_folder(parent: Path) -> Path:
-    """The first of parent/quickstart, parent/quickstart-2, ... of which neither folder nor recipe exists."""
-    return free_run(parent, "quickstart", lambda run: run.exists() or recipe_path(run).exists())
-
-
-def recipe_path(run: Path) -> Path:
-    """Where the recipe of a quickstart run lies: next to the run folder."""
-    return run.with_name(f"{run.name}.yaml")
-
-
 def write_recipe(model: Path, run: Path) -> Path:
     """Write the shipped recipe with its places filled next to ``run``; ConfigError where a file is there."""
     places = {"MODEL_FOLDER": model, "RUN_FOLDER": run, "HELD_OUT_FILE": HELD_OUT["English"]}
     places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
     quoted = {name: json.dumps(str(place), ensure_ascii=False) for name, place in places.items()}
     text = Template((DATA_FOLDER / "quickstart.yaml").read_text(encoding="utf-8")).render(quoted)
-    return write_new(recipe_path(run), text + "\n", "Run it in a folder of yours.")
+    return write_new(recipe_beside(run), text + "\n", "Run it in a folder of yours.")
 
 
 def _answer_table(held_out: dict[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""The Python API, which the command line calls. Names are imported on first use: ``import fullshard`` loads no torch."""
+"""The Python API, which the command line calls. Names are imported on first use: importing this loads no torch."""
 
 from pkgutil import resolve_name
 from typing import Any

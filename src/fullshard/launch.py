@@ -42,7 +42,7 @@ PROBE_STEPS = 4
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
-    """Train a recipe on ``ranks`` (default: all accelerators, else 2) in a new run folder: TrainResult, or UserError."""
+    """Train a recipe on ``ranks`` (default: all accelerators, else 2) in a new run folder: TrainResult or UserError."""
     _check_ranks(ranks)
     if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)

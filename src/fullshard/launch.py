@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import yaml
@@ -30,9 +30,6 @@ from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
-
-if TYPE_CHECKING:
-    from fullshard.ranks import Ranks
 
 Recipe = RunConfig | str | Path
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
@@ -311,14 +308,14 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     return _run_as_rank(run, None, MODES[quiet], ranks)
 
 
-def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
+def _require_same_data(prepared: Path, ranks: Any) -> None:
     hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
     if len(dict(hashes)) > 1:
         found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
         ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
 
 
-def _require_shared(run: Path, ranks: "Ranks") -> None:
+def _require_shared(run: Path, ranks: Any) -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
     places = ranks.who_sees(run)
     blind = sorted({place for place, seen in places if not seen})
@@ -329,8 +326,8 @@ def _require_shared(run: Path, ranks: "Ranks") -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | None" = None) -> Any:
-    """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
+def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = None) -> Any:
+    """Be one of ``Ranks``: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
     from fullshard.train.loop import TrainResult, run_rank, trace_rank

@@ -1,29 +1,22 @@
-"""fullshard: fine-tune transformer language models with fully sharded data parallelism. The Python API is what the
-command line calls; names are imported on first use, so that ``import fullshard`` does not load torch."""
+"""The Python API, which the command line calls. Names are imported on first use: importing this loads no torch."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
-_PLACES = {
-    "UserError": ("fullshard.errors", "UserError"),
-    "load_config": ("fullshard.config", "load_config"),
-    "make_plan": ("fullshard.planning.search", "make_plan"),
-    "compare_plans": ("fullshard.planning.search", "compare_plans"),
-    "write_plan_page": ("fullshard.report.plan", "write_plan_page"),
-    "prepare_data": ("fullshard.data.prepared", "prepare"),
-    "audit_data": ("fullshard.report.data", "audit_data"),
-    "train_run": ("fullshard.launch", "train_run"),
-    "resume_run": ("fullshard.launch", "resume_run"),
-    "trace_run": ("fullshard.launch", "trace_run"),
-    "probe_run": ("fullshard.launch", "probe_run"),
-    "merge_run": ("fullshard.merge.job", "merge_run"),
-    "generate_text": ("fullshard.infer.generate", "generate_text"),
-    "evaluate_run": ("fullshard.evaluate", "evaluate_run"),
-    "judge_models": ("fullshard.evaluate", "judge_models"),
-    "judge_recipe": ("fullshard.evaluate", "judge_recipe"),
-    "write_run_report": ("fullshard.report.run", "write_run_report"),
-    "write_recipe_report": ("fullshard.report.run", "write_recipe_report"),
+_NAMES = {  # of a module
+    "errors": "UserError",
+    "config": "load_config",
+    "planning.search": "make_plan compare_plans",
+    "report.plan": "write_plan_page",
+    "report.data": "audit_data",
+    "report.run": "write_run_report write_recipe_report",
+    "launch": "train_run resume_run trace_run probe_run",
+    "merge.job": "merge_run",
+    "infer.generate": "generate_text",
+    "evaluate": "evaluate_run judge_models judge_recipe",
 }
+_PLACES = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}
+_PLACES["prepare_data"] = "data.prepared:prepare"
 
 __all__ = ["__version__", *_PLACES]
 
@@ -36,7 +29,7 @@ def __getattr__(name: str) -> Any:
         return version("fullshard")
     if name not in _PLACES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name][0]), _PLACES[name][1])
+    return resolve_name(f"fullshard.{_PLACES[name]}")
 
 
 def __dir__() -> list[str]:

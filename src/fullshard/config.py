@@ -179,11 +179,8 @@ class RunConfig(Section):
 
 def recipe_keys() -> list[str]:
     """Every leaf key of the recipe in dotted form, in order."""
-    keys = []
-    for name, field in RunConfig.model_fields.items():
-        inside = getattr(field.annotation, "model_fields", None)
-        keys += [f"{name}.{inner}" for inner in inside] if inside else [name]
-    return keys
+    inside = {name: getattr(field.annotation, "model_fields", ()) for name, field in RunConfig.model_fields.items()}
+    return [key for name, inner in inside.items() for key in [f"{name}.{leaf}" for leaf in inner] or [name]]
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -231,9 +228,8 @@ def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfi
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        hint = "All keys with their meaning: fullshard train --schema"
-        raise ConfigError(f"{origin}: {count}\n{lines}", hint) from None
+        found = f"{origin}: {len(problems)} problem{'s' * (len(problems) > 1)}\n{lines}"
+        raise ConfigError(found, "All keys with their meaning: fullshard train --schema") from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -190,9 +190,9 @@ def reset_peak_memory(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def release_memory(device: torch.device) -> None:
+def release_memory() -> None:
     """Give cached accelerator memory back to the driver, so that other processes can use it; nothing on CPU."""
-    if device.type != "cpu":
+    if device_kind() != "cpu":
         torch.accelerator.empty_cache()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import yaml
+from jinja2 import Template
 from packaging.version import Version
 
 from fullshard.config import DataFile, RunConfig
@@ -58,13 +59,7 @@ class MachineReport:
 
     def to_text(self) -> str:
         """One line a check, and its fix below where there is one."""
-        width, lines = max(len(check.name) for check in self.checks), []
-        for check in self.checks:
-            lines.append(f"{check.ok:<4}  {check.name:<{width}}  {check.finding}")
-            lines += [f"{'':<{width + 8}}-> {line}" for line in check.fix.splitlines()]
-        failed = sum(check.ok == "fail" for check in self.checks)
-        end = f"{failed} of {len(self.checks)} checks failed." if failed else "This machine is ready."
-        return "\n".join([*lines, end])
+        return Template(FACTS["report"], trim_blocks=True).render(checks=self.checks)
 
 
 def check_process(place: Path) -> list[Check]:
@@ -163,10 +158,10 @@ def run_rank(folder: Path) -> None:
 
     signal.alarm(2 * LIMIT_SECONDS)  # ends this rank wherever it hangs
     ranks = start_ranks(LIMIT_SECONDS)
-    mine = [asdict(check) for check in examine_rank(ranks, Path(read_json(folder / FILE)["place"]))]
-    found = ranks.gather_objects((socket.gethostname(), mine))
+    mine = list(examine_rank(ranks, Path(read_json(folder / FILE)["place"])))
+    found = join_ranks(ranks.gather_objects((socket.gethostname(), mine)))
     if ranks.is_first:
-        write_json(folder / FILE, {"found": found})
+        write_json(folder / FILE, {"found": [asdict(check) for check in found]})
     stop_ranks()
 
 
@@ -214,14 +209,11 @@ def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check
     rate = timed_product(mode.compute, device.type)
     set_fast_fp32(False)
     card, load, limit = find_accelerator(card_name), psutil.getloadavg()[0], FACTS["error_limits"][name]
-    speed = f"{rate / 1e12:.3g} TFLOP/s a device" if card_name else f"{rate / 1e9:.3g} GFLOP/s a core"
-    finding = f"error {error:.1g}, {speed}"
-    if peak := card.flops.get(name, 0.0) if card else 0.0:
-        finding += f", {rate / peak:.0%} of the rated {peak / 1e12:g} TFLOP/s"
-    finding += f", {plain / rate:.2g} x slower than fp32: emulated" * (rate < plain / 2)
-    finding += f" (busy: load {load:.1f} on {num_cores()} cores)" * (load > num_cores() / 2)
+    peak = card.flops.get(name, 0.0) if card else 0.0
+    numbers = {"error": error, "limit": limit, "rate": rate, "peak": peak, "plain": plain, "load": load}
+    finding = Template(FACTS["product"]).render(numbers, card=card_name, cores=num_cores())
     if not error <= limit:
-        return judge(title, "fail", f"{finding}; rounding explains at most {limit:g}", "wrong", rate)
+        return judge(title, "fail", finding, "wrong", rate)
     return judge(title, "warn" * (rate < FACTS["slow_card"] * peak), finding, "slow", rate)
 
 
@@ -262,10 +254,10 @@ def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
     from fullshard.data.sources import iterate_rows
     from fullshard.model.fetch import with_model_folder
     from fullshard.planning.plan import format_bytes
-    from fullshard.planning.search import make_plan, read_facts
+    from fullshard.planning.search import compare_plans, make_plan, read_facts
     from fullshard.planning.volume import ASSUMED_ROWS, assume_volume
 
-    data, train, rows = config.data, config.train, []
+    data, kept, rows = config.data, config.train.keep_last, []
 
     def read_rows() -> Result:
         files = [*config.train_files, *([DataFile(path=data.eval)] if isinstance(data.eval, str) else [])]
@@ -298,13 +290,12 @@ def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
         return "warn" * (plan.moments["merge"] > free), finding
 
     def plan_disk() -> Result:
-        facts, free = read_facts(config, volume=assume_volume(config, None, None)), shutil.disk_usage(place).free
-        whole, adapters = facts.shape.parameters, facts.adapters.parameters + facts.adapters.vocabulary
-        each = (4 + 8 * (train.optimizer == "adamw")) * (whole if config.method == "full" else adapters)
-        needed = [each * (train.keep_last + 1), 2 * whole]  # one more while it is written
-        finding = f"{train.keep_last} + 1 checkpoints of {format_bytes(each)}, merged {format_bytes(needed[1])}"
+        whole = read_facts(config, volume=assume_volume(config, None, None)).shape.parameters
+        each = compare_plans(config, ranks=num_ranks, rows=ASSUMED_ROWS).own.disk_bytes
+        needed, free = [each * (kept + 1), 2 * whole], shutil.disk_usage(place).free  # one more while it is written
+        finding = f"{kept} + 1 checkpoints of {format_bytes(each)}, merged {format_bytes(needed[1])}"
         level = "fail" if needed[0] > free else "warn" * (sum(needed) > free)
         return level, f"{finding}; {format_bytes(free)} free at {place}"
 
-    tests = {"data": read_rows, "template": render, "memory for it": plan_memory}
-    return [_make(name, test) for name, test in (tests | {"disk for it": plan_disk}).items()]
+    tests = {"data": read_rows, "template": render, "memory for it": plan_memory, "disk for it": plan_disk}
+    return [_make(name, test) for name, test in tests.items()]

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import yaml
@@ -31,9 +31,6 @@ from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
-if TYPE_CHECKING:
-    from fullshard.ranks import Ranks
-
 Recipe = RunConfig | str | Path
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 LAUNCH = "launch.json"
@@ -42,8 +39,7 @@ PROBE_STEPS = 4
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
-    """Train a recipe (a path or a RunConfig) and return its TrainResult. ``ranks``: processes to start (default: every
-    accelerator, else 2). Raises UserError; a run folder that exists is never written to."""
+    """Train a recipe on ``ranks`` (default: all accelerators, else 2) in a new run folder: TrainResult or UserError."""
     _check_ranks(ranks)
     if _started_by_launcher():
         return _train_here(recipe, overrides, quiet)
@@ -129,8 +125,7 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
         with TemporaryDirectory() as folder:
             write_json(Path(folder) / doctor.FILE, {"place": str(place)})
             _launch(Path(folder), default_ranks(), None, "doctor")
-            found = read_json(Path(folder) / doctor.FILE)["found"]
-            checks += doctor.join_ranks([(node, [doctor.Check(**one) for one in mine]) for node, mine in found])
+            checks += [doctor.Check(**one) for one in read_json(Path(folder) / doctor.FILE)["found"]]
     except (RuntimeError, UserError) as error:  # RuntimeError: of a process group
         checks.append(doctor.judge("ranks", "fail", str(error).strip().partition("\n")[0]))
     return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
@@ -145,11 +140,10 @@ def _step_to_resume(run: Path, step: int | None) -> int:
 
 def _check_ranks(ranks: int | None) -> None:
     """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
-    if ranks is None:
-        return
-    if _started_by_launcher():
-        if ranks != (started := int(os.environ["WORLD_SIZE"])):
-            raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
+    started = os.environ["WORLD_SIZE"] if _started_by_launcher() else None
+    if started and ranks not in (None, int(started)):
+        raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
+    if started or ranks is None:
         return
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
@@ -162,7 +156,6 @@ def _check_ranks(ranks: int | None) -> None:
 def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
-    from rich.progress import Progress
     from torch import __version__ as torch_version
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
@@ -197,19 +190,17 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
-        values = config.model_dump(mode="json") | {ASKED: asked.model_dump(mode="json")}
-        values["model"]["path"] = str(folder.expanduser().resolve())
-        if config.method == "full":
-            del values["lora"]  # a full recipe may not have the section
+        unused = {"lora"} if config.method == "full" else set()  # a full recipe may not have the section
+        values = config.model_dump(mode="json", exclude=unused) | {ASKED: asked.model_dump(mode="json")}
+        values["model"]["path"] = str(folder.resolve())
         write_json(run / run_folder.CONFIG, values)
         packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
         machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
         devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
         write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
-        with Progress(console=Console(quiet=quiet), transient=True) as bars:
-            bar = bars.add_task("preparing the data", total=None)
+        with Console(quiet=quiet).status("preparing the data") as status:
             say = "preparing {}: {:,} rows".format
-            account = prepare(config, run / run_folder.PREPARED, lambda *at: bars.update(bar, description=say(*at)))
+            account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(say(*at)))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)
@@ -317,14 +308,14 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     return _run_as_rank(run, None, MODES[quiet], ranks)
 
 
-def _require_same_data(prepared: Path, ranks: "Ranks") -> None:
+def _require_same_data(prepared: Path, ranks: Any) -> None:
     hashes = ranks.agree(lambda: (read_json(prepared / run_folder.DATA)["hash"][:12], socket.gethostname()))
     if len(dict(hashes)) > 1:
         found = ", ".join(f"{content} on {node}" for content, node in sorted(set(hashes)))
         ranks.refuse(DataError(f"{prepared} differs between nodes: {found}.", "Train anew: output=NEW_FOLDER"))
 
 
-def _require_shared(run: Path, ranks: "Ranks") -> None:
+def _require_shared(run: Path, ranks: Any) -> None:
     """ConfigError on all ranks where one of them does not see, at its own ``run``, the token that rank 0 puts there."""
     places = ranks.who_sees(run)
     blind = sorted({place for place, seen in places if not seen})
@@ -335,8 +326,8 @@ def _require_shared(run: Path, ranks: "Ranks") -> None:
         ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
 
 
-def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: "Ranks | None" = None) -> Any:
-    """Be one rank: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
+def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = None) -> Any:
+    """Be one of ``Ranks``: join the group, train, leave. Rank 0's view of the newest checkpoint is everyone's."""
     from fullshard.model.fetch import with_model_folder
     from fullshard.ranks import start_ranks, stop_ranks
     from fullshard.train.loop import TrainResult, run_rank, trace_rank

@@ -2,12 +2,12 @@
 
 import gc
 import json
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -17,11 +17,9 @@ import fullshard
 from fullshard.errors import ConfigError, UserError
 from fullshard.launch import check_machine
 from fullshard.recipe_init import write_new
-from fullshard.run_folder import free_run, write_json
+from fullshard.run_folder import free_run, recipe_beside, write_json
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
-RECIPE = DATA_FOLDER / "quickstart.yaml"
-SUMMARY = "quickstart.json"
 Place = str | Path | None
 HELD_OUT = {"English": DATA_FOLDER / "heldout.jsonl", "Chinese": DATA_FOLDER / "heldout_zh.jsonl"}
 SHOWN = {"English": 12, "Chinese": 3}  # rows in the table; all of them stand in quickstart.json
@@ -42,15 +40,15 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     started = time.monotonic()
     disable_progress_bar()  # transformers' own bars would tear ours
     console = Console(highlight=False)
-    run = Path(output) if output is not None else free_run_folder(Path("runs"))
-    if taken := [path for path in (run, recipe_path(run)) if path.exists()]:
+    words = Template((DATA_FOLDER / "report.txt").read_text(encoding="utf-8"), trim_blocks=True).module
+    run = Path(output) if output is not None else free_run(Path("runs"), "quickstart")
+    if taken := [path for path in (run, recipe_beside(run)) if path.exists()]:
         raise ConfigError(f"{taken[0]} exists already.", "Choose another run folder, or leave it out.")
     console.print("\n[bold]1 Machine[/]")
     with console.status("checking"):
         report = check_machine()
     print(report.to_text())
-    if not report.healthy:
-        failed = [check for check in report.checks if check.ok == "fail"]
+    if failed := [check for check in report.checks if check.ok == "fail"]:
         names = ", ".join(check.name for check in failed)
         raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
@@ -63,11 +61,9 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     clock = time.monotonic()
     base = _evaluate(folder, console)
     rest = time.monotonic() - clock + MERGE_SECONDS
-    for language, found in base.items():
-        print(f"{language}: held-out loss {found.loss:.2f}, exact match {found.num_correct} of {found.num_answers}")
+    print(words.before(base), end="")
     console.print("\n[bold]4 Prepare and train[/]")
-    least, most = (f"{(seconds + rest) / 60:.1f}" for seconds in (plan.seconds_low, plan.seconds_high))
-    print(f"Expected from here: {least} to {most} minutes")
+    print(words.expected(plan, rest))
     trained = fullshard.train_run(config, ranks=ranks)
     console.print("\n[bold]5 Merge[/]")
     with console.status("merging") as status:
@@ -80,37 +76,18 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     places = {"run": str(trained.run), "recipe": str(recipe), "merged": str(merged.folder)}
     result: dict[str, Any] = places | {"seconds": round(time.monotonic() - started, 1)}
     result["held_out"] = {language: found.to_json() for language, found in tuned.items()}
-    write_json(summary := Path(trained.run) / SUMMARY, result)
-    for language, found in tuned.items():
-        losses = f"held-out loss {found.base.loss:.2f} -> {found.loss:.2f}"
-        before, after = (f"{each.num_correct} of {found.num_answers}" for each in (found.base, found))
-        print(f"{language}: {losses}, exact match {before} -> {after} ({found.exact_match or 0:.0%})")
-    if model is None:
-        print("The built-in model is weak in Chinese: it learns these few answers, and little else. Counted apart.")
-    print(f"All answers: {summary}  ({result['seconds'] / 60:.1f} minutes in all)")
-    print(f"Next: fullshard chat {merged.folder} --system help\nYour own job: fullshard init MODEL DATA")
+    write_json(summary := trained.run / "quickstart.json", result)
+    print(words.after(tuned, result, summary, is_built_in=model is None), end="")
     return result
-
-
-def free_run_folder(parent: Path) -> Path:
-    """The first of parent/quickstart, parent/quickstart-2, ... of which neither folder nor recipe exists."""
-    return free_run(parent, "quickstart", lambda run: run.exists() or recipe_path(run).exists())
-
-
-def recipe_path(run: Path) -> Path:
-    """Where the recipe of a quickstart run lies: next to the run folder."""
-    return run.with_name(f"{run.name}.yaml")
 
 
 def write_recipe(model: Path, run: Path) -> Path:
     """Write the shipped recipe with its places filled next to ``run``; ConfigError where a file is there."""
-    path = recipe_path(run)
-    text = RECIPE.read_text(encoding="utf-8")
     places = {"MODEL_FOLDER": model, "RUN_FOLDER": run, "HELD_OUT_FILE": HELD_OUT["English"]}
     places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
-    names = re.compile(rf"\b({'|'.join(places)})\b")
-    text = names.sub(lambda match: json.dumps(str(places[match[1]]), ensure_ascii=False), text)
-    return write_new(path, text, "Run it in a folder of yours.")
+    quoted = {name: json.dumps(str(place), ensure_ascii=False) for name, place in places.items()}
+    text = Template((DATA_FOLDER / "quickstart.yaml").read_text(encoding="utf-8")).render(quoted)
+    return write_new(recipe_beside(run), text + "\n", "Run it in a folder of yours.")
 
 
 def _answer_table(held_out: dict[str, Any]) -> Table:
@@ -142,17 +119,11 @@ def _built_in_model(console: Console) -> Path:
 
 def _evaluate(model: Path, console: Console) -> dict[str, Any]:
     from fullshard.device import release_memory
-    from fullshard.infer.generate import load_for_inference
 
-    found = {}
     with console.status("loading the model") as status:
-        answerer = load_for_inference(model)
-        settings = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
-        settings["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
-        for language, file in HELD_OUT.items():
-            found[language] = fullshard.evaluate_run(answerer, file, **settings)
-        device = answerer.model.device
-        del answerer
-        gc.collect()
-        release_memory(device)  # the ranks need it next
+        options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
+        options["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
+        found = {language: fullshard.evaluate_run(model, file, **options) for language, file in HELD_OUT.items()}
+    gc.collect()
+    release_memory()  # the ranks need it next
     return found

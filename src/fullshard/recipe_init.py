@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, StrictUndefined
 
 from fullshard.config import DataSection, config_from_dict
 from fullshard.data.batch_render import BatchRenderer
@@ -58,7 +59,7 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     values = {"model": {"path": str(folder if is_local else model)}, "data": section, "train": train, "output": output}
     method, why, plan = choose_method(values)
     facts = {"rows": num_rows, "shapes": ", ".join(account.shapes), "lengths": lengths, "why": why}
-    return _write_out(values | {"method": method}, facts, plan), path
+    return _write_out(values | {"method": method}, plan, **facts), path
 
 
 def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> dict[str, Any]:
@@ -71,9 +72,8 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> di
     measured = {n: max(len(part.ids) for part in parts) for n, (_, parts) in zip(numbers, rendered, strict=True)}
     longest = max(measured.values())
     max_length = min(max(1, math.ceil(longest / ROUNDING)) * ROUNDING, positions or 2**24)
-    over = sum(length > max_length for length in measured.values())
-    mean = sum(measured[number] for number in spread) / len(spread)
-    return {"longest": longest, "mean": mean, "over_limit": over, "max_length": max_length}
+    mean, over = np.mean([measured[number] for number in spread]), sum(n > max_length for n in measured.values())
+    return {"longest": longest, "mean": float(mean), "over_limit": over, "max_length": max_length}
 
 
 def choose_eval(num_rows: int) -> float | None:
@@ -93,12 +93,11 @@ def choose_batch(num_rows: int) -> int:
 def choose_method(values: dict[str, Any]) -> tuple[str, str, Plan | None]:
     """full where it fits in comfort, else lora: (method, the reason with figures, its plan or None if none fits)."""
     full, lora = _plan_of(values, "full"), _plan_of(values, "lora")
+    method, what, plan, other = "lora", "adapters only", lora, full
     if full is not None and full.peak_bytes <= COMFORT * full.usable_bytes:
         method, what, plan, other = "full", "all weights", full, lora
-    elif lora is None:
-        return "lora", "does not fit this machine as it is: fullshard plan says what would", None
-    else:
-        method, what, plan, other = "lora", "adapters only", lora, full
+    if plan is None:
+        return method, "does not fit this machine as it is: fullshard plan says what would", None
     beside = f"{format_bytes(other.peak_bytes)} the other way" if other else "the other way does not fit"
     needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank"
     return method, f"{what}; needs {needs}; {beside}", plan
@@ -111,18 +110,14 @@ def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
         return None
 
 
-def _write_out(values: dict[str, Any], facts: dict[str, Any], plan: Plan | None) -> str:
-    data, quote = values["data"], partial(json.dumps, ensure_ascii=False)
-    held_out = round((data["eval"] or 0) * facts["rows"])
-    facts |= {"method": values["method"], "rate": config_from_dict(values, "proposed recipe").learning_rate}
-    facts |= values["train"]
-    facts |= {"train": quote(data["train"]), "eval": quote(data["eval"]), "output": quote(values["output"])}
-    facts["model"] = quote(values["model"]["path"])
-    facts["set_apart"] = f"about {held_out:,} rows set apart, never trained on" if held_out else "too few rows for that"
-    facts["steps"] = f"{plan.num_steps:,} steps in all" if plan else "documents of one step"
-    facts["time"] = f"about {format_minutes(plan.seconds_low, plan.seconds_high)} here" if plan else "does not fit yet"
-    template = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
-    shown = [line.partition("  # ") for line in template if facts["lengths"]["over_limit"] or "too_long" not in line]
-    lines = [(left.format(**facts), note.format(**facts)) for left, _, note in shown]
-    width = min(44, max(len(left) for left, note in lines if note))
-    return "\n".join(f"{left:<{width}}  # {note}" if note else left for left, note in lines) + "\n"
+def _write_out(values: dict[str, Any], plan: Plan | None, **facts: Any) -> str:
+    words = {"quote": partial(json.dumps, ensure_ascii=False), "minutes": format_minutes, "plan": plan}
+    facts |= values | words | {"rate": config_from_dict(values, "proposed recipe").learning_rate}
+    template, make = (
+        Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"),
+        Environment(undefined=StrictUndefined),
+    )
+    shown = [line for line in template.splitlines() if facts["lengths"]["over_limit"] or "too_long" not in line]
+    lines = [[make.from_string(part).render(facts) for part in line.split("  # ")] for line in shown]
+    width = min(44, max(len(left) for left, *note in lines if note))
+    return "\n".join("  # ".join([left.ljust(width), *note]) if note else left for left, *note in lines) + "\n"

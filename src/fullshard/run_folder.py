@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -127,10 +126,15 @@ def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     return number, found[number]
 
 
-def free_run(parent: Path, stem: str, taken: Callable[[Path], bool] = Path.exists) -> Path:
-    """The first of parent/stem, parent/stem-2, ... that is not ``taken``."""
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(parent / name for name in names if not taken(parent / name))
+def free_run(parent: Path, stem: str) -> Path:
+    """The first of parent/stem, parent/stem-2, ... of which neither folder nor recipe (.yaml beside it) exists."""
+    runs = (parent / name for name in itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2))))
+    return next(run for run in runs if not run.exists() and not recipe_beside(run).exists())
+
+
+def recipe_beside(run: Path) -> Path:
+    """Where the recipe of a quickstart run lies: next to the run folder."""
+    return run.with_name(f"{run.name}.yaml")
 
 
 def require_run(run: Path) -> Path:

@@ -11,6 +11,7 @@ from fullshard import quickstart
 from fullshard.config import load_config
 from fullshard.errors import ModelError
 from fullshard.model.gguf import ensure_default_model, find_packaged_gguf
+from fullshard.run_folder import free_run
 
 FILES = ("train", "train_zh", "heldout", "heldout_zh")
 VERBS = {"init", "prepare", "plan", "train", "resume", "eval", "merge", "generate", "chat", "doctor", "quickstart"}
@@ -110,11 +111,11 @@ def test_recipe_loads_with_every_place_filled(tmp_path):
 
 
 def test_nothing_is_overwritten(tmp_path):
-    assert quickstart.free_run_folder(tmp_path) == tmp_path / "quickstart"
+    assert free_run(tmp_path, "quickstart") == tmp_path / "quickstart"
     (tmp_path / "quickstart").mkdir()
-    assert quickstart.free_run_folder(tmp_path) == tmp_path / "quickstart-2"
+    assert free_run(tmp_path, "quickstart") == tmp_path / "quickstart-2"
     (tmp_path / "quickstart-2.yaml").touch()
-    assert quickstart.free_run_folder(tmp_path) == tmp_path / "quickstart-3"
+    assert free_run(tmp_path, "quickstart") == tmp_path / "quickstart-3"
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,7 @@ class ModelNames:
         self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
         self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files
         if adapter:
-            known = {key: adapter[key] for key in ("rank", "alpha", "targets", "variant") if key in adapter}
-            inject_adapters(model, LoraSection(**known))
+            inject_adapters(model, LoraSection(**adapter))
             self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
             added = ((name, value) for name, value in model.named_parameters() if is_adapter(name))
             self.adapter_shapes = {stored_name(name): tuple(value.shape) for name, value in added}

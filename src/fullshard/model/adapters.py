@@ -31,8 +31,8 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
-    linear = [(name, type(module).__name__) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    routers = [name for name, kind in linear if "router" in kind.lower()]
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    routers = [name for name, module in linear if "router" in type(module).__name__.lower()]
     targets = [lora.targets] if isinstance(lora.targets, str) and lora.targets != "all-linear" else lora.targets
     variant = {"use_rslora": lora.variant == "rslora", "use_dora": lora.variant == "dora", "lora_dropout": 0.0}
     modules = {"target_modules": targets, "exclude_modules": routers or None, "bias": "none"}
@@ -45,8 +45,7 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
         if "use_dora" in str(error):
             hint = "Set lora.variant=lora, or name other modules in lora.targets (the attention's: q_proj, v_proj)."
             raise ModelError(f"DoRA cannot adapt the stacked experts of {family}.", hint) from None
-        fitting = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-        leaves = {name.split(".")[-1] for name in fitting}
+        leaves = {name.split(".")[-1] for name, _ in linear}
         message = f"lora.targets = {lora.targets!r} does not fit {family}: {str(error).splitlines()[0]}"
         raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
     for place in adapter_places(model):
@@ -78,12 +77,11 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """One adapter: ``module`` in the wrapped model, the base ``parameter`` it changes, and ``layout``: linear | conv1d
-    | embedding | experts (W as experts, out, in) | experts_in_out (experts, in, out)."""
+    """One adapter: its ``module`` in the wrapped model and the base's ``parameter`` that it changes."""
 
     module: str
     parameter: str
-    layout: str
+    layout: str  # linear | conv1d | embedding | experts (W as experts, out, in) | experts_in_out
     scale: float
     has_magnitude: bool  # DoRA
 

@@ -1,10 +1,12 @@
-"""Model folders: what is in them, transformers' own classes on the meta device, ranges of rows of safetensors files;
-where answers stop, and generation configs, of which transformers refuses to save some that it reads."""
+"""Model folders: what is in them, the model on the meta device, rows of its files, where answers stop."""
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from fullshard.device import ATTENTION
-from fullshard.errors import Blame, ModelError
+from fullshard.errors import Blame, ModelError, UserError
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.run_folder import read_json
+from fullshard.run_folder import publish_folder, read_json, sync_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -61,11 +63,12 @@ class WeightFiles:
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self.files = [folder / file for file in weight_names(folder)]
-        self._places: dict[str, Any] = {}
+        self._places: dict[str, Any] = {}  # the open file of each tensor
         for file in self.files:
             with Blame(ModelError, f"{file} is damaged", "Download this file again."):
                 handle = safe_open(file, framework="pt")
                 self._places |= dict.fromkeys(handle.keys(), handle)
+        self.names = list(self._places)  # of all tensors
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
@@ -78,10 +81,6 @@ class WeightFiles:
                     file.seek(size * sample // SAMPLES)
                     digest.update(file.read(1 << 12))
         return digest.hexdigest()
-
-    def names(self) -> list[str]:
-        """Names of all tensors in the files."""
-        return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the file's header."""
@@ -147,6 +146,23 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
+@contextmanager
+def unfinished_folder(final: Path, kind: type[UserError], hint: str) -> Iterator[Path]:
+    """A temporary folder beside ``final``: takes its place when the block ends well, else vanishes. Raises ``kind``."""
+    place = {"prefix": f".{final.name}.", "dir": final.parent, "ignore_cleanup_errors": True}
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(**place) as temporary:
+            unfinished = Path(temporary) / final.name
+            unfinished.mkdir()
+            yield unfinished
+            for path in [*unfinished.rglob("*"), unfinished]:
+                sync_path(path)
+            publish_folder(unfinished, final)
+    except OSError as error:
+        raise kind(f"{final} cannot be written: {error}.", hint) from error
+
+
 def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
     """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
     return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
@@ -159,27 +175,21 @@ def stop_ids(folder: Path) -> list[int]:
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
-    settings, which had no effect; what still is refused is reduced to its token ids."""
+    """A generation config that transformers accepts (without idle settings, or reduced to its ids); a line a change."""
     result, notes = dict(values), []
-    if _problem(values) is None:
-        return result, notes
-    idle = dict.fromkeys(() if result.get("do_sample") else FACTS["sampling_only"], "greedy, do_sample is off")
-    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else FACTS["beams_only"], "one beam")
-    for key, kind in idle.items():
-        alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
-        if key in result and _problem(alone):
-            without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
-            notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
-    if (problem := _problem(result)) is not None:
+    while idle := re.match(r"`(\w+)`: .* only used in (sample|beam)", problem := _problem(result)):
+        kind = {"sample": "greedy, do_sample is off", "beam": "one beam"}[idle[2]]
+        without_effect = f"{idle[1]} {result.pop(idle[1])} has no effect ({kind})"
+        notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
+    if problem:
         dropped = [key for key in result if key not in FACTS["token_keys"]]
         result = {key: result[key] for key in FACTS["token_keys"] if key in result}
         notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
     return result, notes
 
 
-def _problem(values: dict[str, Any]) -> str | None:
-    """Why transformers would refuse to save ``values``, or None."""
+def _problem(values: dict[str, Any]) -> str:
+    """Why transformers would refuse to save ``values``, or nothing."""
     logger = logging.getLogger("transformers.generation.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -190,4 +200,4 @@ def _problem(values: dict[str, Any]) -> str | None:
         return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
     finally:
         logger.setLevel(level)
-    return None
+    return ""

@@ -117,10 +117,6 @@ class OwnCheckpoint:
                 self._handles[name] = safe_open(self.folder / name, framework="pt")
         return self._handles[name]
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole weight ``name`` in its full shape, in its stored dtype (fp32)."""
-        return self.read(name).reshape(self.weights[name].shape)
-
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
         if not (place := self.folder / PROOF).is_file():

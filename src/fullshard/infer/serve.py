@@ -12,6 +12,7 @@ from fullshard.device import select_device
 from fullshard.errors import Blame, ConfigError
 from fullshard.infer.generate import arguments_for
 from fullshard.model.fetch import fetch_model
+from fullshard.model.load import refusal
 
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 
@@ -29,8 +30,7 @@ def serve_model(
         place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
         os.execv(vllm, [vllm, "serve", str(folder), *place])
     if missing := [name for name in NEEDED if util.find_spec(name) is None]:
-        hint = f'pip install "fullshard[serve]"  Without a server: fullshard chat {model}'
-        raise ConfigError(f"serve needs {', '.join(missing)}, not installed here.", hint)
+        raise ConfigError(*refusal("not_served", missing=", ".join(missing), model=model))
     from transformers.cli.serve import Serve
 
     print(f"http://{host}:{port}/v1 answers as model {folder} (OpenAI's protocol); Ctrl-C ends it", flush=True)

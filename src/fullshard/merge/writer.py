@@ -15,7 +15,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from fullshard.checkpoint.ranges import SAFETENSORS_DTYPES, OwnCheckpoint
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames
-from fullshard.model.load import INDEX
+from fullshard.model.load import INDEX, refusal
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
@@ -58,8 +58,7 @@ class ExactWeights:
         self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]
         if is_full and (absent := [name for name in wanted if name not in self._trained]):
-            lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
-            raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
+            raise MergeError(*refusal("lacking", name=absent[0], count=len(set(absent))))
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
@@ -129,7 +128,6 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    message = f"{tensor.name} holds values that are not finite in {dtype}."
-                    raise MergeError(message, "Merge another step, or with --dtype fp32.")
+                    raise MergeError(*refusal("not_finite", name=tensor.name, dtype=dtype))
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

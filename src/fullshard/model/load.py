@@ -25,9 +25,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
+REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 GENERATION_CONFIG = "generation_config.json"
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
+
+
+def refusal(key: str, **facts: Any) -> list[str]:
+    """Message and hint of an error: those of ``key`` in refusals.yaml, with the facts in them."""
+    return [text.format(**facts) for text in REFUSALS[key]]
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
@@ -41,11 +47,9 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     if missing == [SINGLE]:
         others = sorted(folder.glob("*.bin"))
         found = f" It has {others[0].name}, which this version does not read." if others else ""
-        message = f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}"
-        raise ModelError(message, "Use a folder with safetensors weights.")
+        raise ModelError(*refusal("no_safetensors", folder=folder, single=SINGLE, index=INDEX, found=found))
     if missing:
-        lacking = f"{len(missing)} of {len(names)} weight files are missing, first {missing[0]}"
-        raise ModelError(f"{folder} is incomplete: {lacking}.", "Download the whole model folder again.")
+        raise ModelError(*refusal("files_missing", folder=folder, count=len(missing), all=len(names), first=missing[0]))
     return folder
 
 
@@ -130,8 +134,7 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
         raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
-        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
+        raise ModelError(*refusal("quantised", path=path, method=method))
     attention = attention_for(config, packing)
     with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)

@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError
-from fullshard.model.load import WeightFiles
+from fullshard.model.load import WeightFiles, refusal
 from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -89,8 +89,7 @@ class WeightMap:
             if self._source_name(plain := base_name(name)) in self._outputs:
                 buffer.copy_(self.read(plain).view(buffer.shape))
             if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-                message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
-                raise ModelError(message, "This family cannot be loaded sharded yet.")
+                raise ModelError(*refusal("unknown_buffer", name=name))
 
     def dtype(self, name: str) -> str:
         """Safetensors' name of the dtype in which the files hold the parameter."""
@@ -129,12 +128,10 @@ class WeightMap:
             return
         counts = Counter(pattern for pattern, _ in group.sources)
         if len(set(counts.values())) > 1 or len(counts) < len(group.converter.source_patterns):
-            message = f"{self._where} is incomplete: {group.target} needs as many of each, not {dict(counts)} tensors."
-            raise ModelError(message, "Download the whole model folder again.")
+            raise ModelError(*refusal("incomplete_group", where=self._where, target=group.target, counts=dict(counts)))
         empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
         made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
-        message = f"{self._where}: {group.target} cannot be made from {made_of}, or not be written back"
-        with Blame(ModelError, message, "This family converts its weights on load in a way that cannot be reversed."):
+        with Blame(ModelError, *refusal("irreversible", where=self._where, target=group.target, made_of=made_of)):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
         if wrong := [name for _, name in group.sources if back[name].shape != empty[name].shape]:
@@ -171,24 +168,19 @@ class WeightMap:
         for names in set(self.aliases.values()):
             stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
-                message = f"{self._where}: config.json ties {' and '.join(names)}, but the files hold different values."
-                hint = 'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.'
-                raise ModelError(message, hint)
+                raise ModelError(*refusal("ties", where=self._where, names=" and ".join(names)))
         parameters = [name for name, _ in model.named_parameters()]
         if missing := [name for name in parameters if self._source_name(name) not in self._outputs]:
-            lacking = f"{len(missing)} of {len(parameters)} parameters have no tensor of their name in the files"
-            hint = "Are config.json and the weights of one model? Compare model_type with the files' tensor names."
-            raise ModelError(f"{self._where}: {lacking}: {', '.join(missing[:5])}.", hint)
+            count, first = f"{len(missing)} of {len(parameters)}", ", ".join(missing[:5])
+            raise ModelError(*refusal("no_tensor", where=self._where, count=count, first=first))
         for name in parameters:
             if self.dtype(name) not in FLOATS:
-                message = f"{self._where}: parameter {name} is stored as {self.dtype(name)}, not as floats."
-                raise ModelError(message, "Take the model's bf16 or fp32 weights.")
+                raise ModelError(*refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name)))
             expected, stored_name = self.shapes[name], self._source_name(name)
             found = self._outputs[stored_name].outputs[stored_name]
             has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
             if found != expected and not has_grown:
-                message = f"{name}: config.json means {expected}, the file holds {found}."
-                raise ModelError(message, f"The config.json and the weights of {self._where} do not belong together.")
+                raise ModelError(*refusal("other_shape", name=name, expected=expected, found=found, where=self._where))
 
     def _read_grown(self, file_name: str, first: int, last: int) -> torch.Tensor:
         """Rows of a vocabulary tensor: old ones from the file, new ones the mean of the old."""

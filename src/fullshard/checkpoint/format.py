@@ -1,16 +1,9 @@
-"""The checkpoint format, version 1: what is in a checkpoint folder. Imports no torch.
-
-    step_000100/
-      manifest.json            format, step, tensors, files (bytes and hash of each), trainer state
-      part_00000.safetensors   1-d tensors: ranges of flattened parameters and of optimizer moments; part_00001, ...
-      proof.safetensors        "tokens" (1, T) int64 and "logits" (T, vocabulary) fp32 of the training state
-A stored tensor is a set of pieces, ranges [start, stop) of the flattened, row-major full tensor that do not overlap and
-cover it. Neither the number of ranks nor the engine appears. Only trained tensors are stored (the base is named by
-path), as ``weight`` (fp32 master), ``exp_avg`` and ``exp_avg_sq`` (AdamW moments, fp32)."""
+"""The checkpoint format, version 1, as format.md beside it describes it. Imports no torch."""
 
 import hashlib
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +68,8 @@ class Manifest:
                 raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """A checkpoint's manifest; CheckpointError where files are missing, it is damaged, or of another format version."""
+def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
+    """A checkpoint's manifest. CheckpointError: incomplete, damaged (``hashes``: every byte counts), another format."""
     if not (path := folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
     if (values := read_json(path)).get("format") != FORMAT:
@@ -93,17 +86,13 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
         if (size := file.stat().st_size) != facts.bytes:
             raise CheckpointError(f"{file} is damaged: {size} bytes, not {facts.bytes}.", "Use another step.")
-    return manifest
-
-
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Read the manifest and hash every file. CheckpointError names the first bad one."""
-    manifest = read_manifest(folder)
-    for name, facts in manifest.files.items():
-        if (found := hash_file(folder / name)) != facts.blake2b:
-            message = f"{folder / name} is damaged: its hash is {found}, the manifest says {facts.blake2b}."
+        if hashes and (found := hash_file(file)) != facts.blake2b:
+            message = f"{file} is damaged: its hash is {found}, the manifest says {facts.blake2b}."
             raise CheckpointError(message, "Use another step: fullshard resume RUN --step N")
     return manifest
+
+
+verify_checkpoint = partial(read_manifest, hashes=True)
 
 
 def hash_file(path: Path) -> str:

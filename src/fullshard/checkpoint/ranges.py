@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.checkpoint.format import MANIFEST, FileFacts, Manifest, Piece, StoredTensor, hash_file, read_manifest
 from fullshard.errors import Blame, CheckpointError
@@ -19,7 +20,7 @@ from fullshard.shard import Shard, ShardedModel
 
 Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
 PROOF = "proof.safetensors"
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 def save_checkpoint(
@@ -42,7 +43,7 @@ def save_checkpoint(
         if not shard.is_copy:
             tensors[key := f"{kind}/{name}"] = value.to("cpu").contiguous()
             piece = Piece(part, key, shard.start, shard.stop)
-            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_NAMES[value.dtype], (piece,)))
+            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_DTYPES[value.dtype], (piece,)))
     parts = {part: tensors} if tensors else {}
     if ranks.is_first:
         parts[PROOF] = {name: value.contiguous() for name, value in proof.items()}
@@ -116,20 +117,12 @@ class OwnCheckpoint:
                 self._handles[name] = safe_open(self.folder / name, framework="pt")
         return self._handles[name]
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole weight ``name`` in its full shape, in its stored dtype (fp32)."""
-        return self.read(name).reshape(self.weights[name].shape)
-
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
         if not (place := self.folder / PROOF).is_file():
             raise CheckpointError(f"{place} is missing: a merge cannot be proven.", "Use another step.")
         file = self.open_file(PROOF)
-        tokens, logits = file.get_tensor("tokens"), file.get_tensor("logits").float()
-        if tokens.ndim != 2 or logits.ndim != 2 or tokens.shape != (1, logits.shape[0]):
-            shapes = f"tokens {tuple(tokens.shape)} do not fit logits {tuple(logits.shape)}"
-            raise CheckpointError(f"{place}: {shapes}.", "Use another step.")
-        return tokens, logits
+        return file.get_tensor("tokens"), file.get_tensor("logits").float()
 
 
 @torch.no_grad()

@@ -37,8 +37,7 @@ def start_chat(
     template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None, writer: TextIO | None = None,
 ) -> int:  # fmt: skip
     """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
-    template completes each by itself. ``template_arguments``: default those of the merged run. Raises UserError where
-    the model cannot be loaded or the settings do not fit it."""
+    template completes each by itself. UserError where the model cannot be loaded or the settings do not fit it."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False, style="dim")
     answerer = generate.load_for_inference(model, template_arguments)

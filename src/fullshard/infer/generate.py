@@ -15,7 +15,7 @@ from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
 from fullshard.device import select_device
 from fullshard.errors import Blame, ConfigError, ModelError
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import MERGE_FACTS, attention_for, read_config, stop_ids, union_of_ids
+from fullshard.model.load import MERGE_FACTS, attention_for, read_config, refusal, stop_ids, union_of_ids
 from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
@@ -32,10 +32,7 @@ class Answerer:
     pad_id: int  # one that the model's table has; which one does not matter, since pads are masked by place
     renderer: Renderer  # makes the ids of prompts, as training does
 
-    @property
-    def has_template(self) -> bool:
-        """Whether prompts go through a chat template."""
-        return bool(self.tokenizer.chat_template)
+    has_template = property(lambda self: bool(self.tokenizer.chat_template))  # prompts go through a chat template
 
 
 def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
@@ -52,33 +49,29 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
     if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
-        message = f"{folder}: the weight files lack {absent[0]} ({len(absent)} such tensors)."
-        raise ModelError(message, "Are config.json and the weights of one model? Compare model_type and the sizes.")
+        raise ModelError(*refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent)))
     tokenizer = load_tokenizer(folder)
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
     loaded.generation_config = GenerationConfig()
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
-    if template_arguments is None:
-        template_arguments = template_arguments_of(folder)
-    pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", template_arguments)
+    pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", arguments_for(folder, template_arguments))
     pad_id = pad_id if pad_id < loaded.get_input_embeddings().weight.shape[0] else 0
     return Answerer(loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
 
 
-def template_arguments_of(folder: Path) -> dict[str, Any]:
-    """Variables of the chat template, as the run set them that ``folder`` was merged from."""
+def arguments_for(folder: Path, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables of the chat template: those ``given``, else as the run set them that ``folder`` was merged from."""
     made = read_json(folder / MERGE_FACTS, optional=True)
-    return made.get("settings", {}).get("template_arguments") or {}
+    return (made.get("settings", {}).get("template_arguments") or {}) if given is None else given
 
 
 def generate_text(
     model: str | Path | Answerer, prompts: Sequence[Prompt], max_new_tokens: int = 64, system: str | None = None,
     template_arguments: dict[str, Any] | None = None, **options: Any,
 ) -> list[str]:  # fmt: skip
-    """The answers to ``prompts``, in order, without special tokens. ``system``: for prompts that have none.
-    ``template_arguments``: default those of the merged run. ``options``: of ``generate_ids``. Raises ConfigError for
-    settings that do not fit and for a prompt that with its answer exceeds the model's positions."""
+    """The answers to ``prompts``, in order, without special tokens. ``system``: where a prompt has none. ``options``:
+    of ``generate_ids``. ConfigError where settings do not fit or a prompt and its answer exceed the positions."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
     answers = generate_ids(answerer, prompt_ids, max_new_tokens, **options)
@@ -95,8 +88,7 @@ def prompt_tokens(
             messages.insert(0, {"role": "system", "content": system})
         return answerer.renderer.prompt(messages, tools)
     if system is not None or not isinstance(prompt, str):
-        message = "This model has no chat template, so it takes plain text only, without a system message or roles."
-        raise ConfigError(message, "Pass the prompt as one string.")
+        raise ConfigError(*refusal("plain_text_only"))
     return answerer.renderer.prompt(prompt)
 
 
@@ -125,7 +117,7 @@ def generate_ids(
     return [answers[index] for index in range(len(prompt_ids))]
 
 
-def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str = "The prompt") -> None:
+def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str) -> None:
     """Raise ConfigError where a prompt is empty or, with its answer, exceeds the model's positions."""
     limit = answerer.max_positions
     if num_prompt_tokens == 0:

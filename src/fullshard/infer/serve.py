@@ -10,8 +10,9 @@ from typing import Any
 
 from fullshard.device import select_device
 from fullshard.errors import Blame, ConfigError
-from fullshard.infer.generate import template_arguments_of
+from fullshard.infer.generate import arguments_for
 from fullshard.model.fetch import fetch_model
+from fullshard.model.load import refusal
 
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 
@@ -19,21 +20,17 @@ NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 def serve_model(
     model: str | Path, host: str = "localhost", port: int = 8000, template_arguments: dict[str, Any] | None = None
 ) -> None:
-    """Answer HTTP requests (/v1/chat/completions and what else transformers or vLLM serves) until Ctrl-C. A request may
-    override ``template_arguments``, by default those of the merged run, with its ``chat_template_kwargs``. fp32 on
-    CPU, bf16 on an accelerator. Raises ConfigError where the port is taken or a package is missing."""
+    """Answer HTTP requests until Ctrl-C, in fp32 on CPU, bf16 on an accelerator. A request's ``chat_template_kwargs``
+    come before ``template_arguments``. ConfigError where the port is taken or a package is missing."""
     folder, device = fetch_model(model), select_device(0)
-    if template_arguments is None:
-        template_arguments = template_arguments_of(folder)
     with Blame(ConfigError, f"{host}:{port} cannot be served at", f"Take another port: --port {port + 1}"):
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    defaults = json.dumps(template_arguments)
+    defaults = json.dumps(arguments_for(folder, template_arguments))
     if device.type != "cpu" and (vllm := shutil.which("vllm")):
         place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
         os.execv(vllm, [vllm, "serve", str(folder), *place])
     if missing := [name for name in NEEDED if util.find_spec(name) is None]:
-        hint = f'pip install "fullshard[serve]"  Without a server: fullshard chat {model}'
-        raise ConfigError(f"serve needs {', '.join(missing)}, not installed here.", hint)
+        raise ConfigError(*refusal("not_served", missing=", ".join(missing), model=model))
     from transformers.cli.serve import Serve
 
     print(f"http://{host}:{port}/v1 answers as model {folder} (OpenAI's protocol); Ctrl-C ends it", flush=True)

@@ -11,7 +11,7 @@ from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.errors import MergeError
 from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
-from fullshard.model.load import WeightFiles, build_on_meta
+from fullshard.model.load import WeightFiles, build_on_meta, refusal
 from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
 from fullshard.model.weight_map import WeightMap
 
@@ -33,8 +33,7 @@ class ModelNames:
         self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
         self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files
         if adapter:
-            known = {key: adapter[key] for key in ("rank", "alpha", "targets", "variant") if key in adapter}
-            inject_adapters(model, LoraSection(**known))
+            inject_adapters(model, LoraSection(**adapter))
             self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
             added = ((name, value) for name, value in model.named_parameters() if is_adapter(name))
             self.adapter_shapes = {stored_name(name): tuple(value.shape) for name, value in added}
@@ -80,21 +79,18 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Ada
     adapters = {}
     for module, place in names.places.items():
         if place.parameter in names.weights.aliases:
-            adapted = f"{module} adapts {place.parameter.removesuffix('.weight')}"
-            message = f"{adapted}, whose weight the embedding and the head share; folding would change both."
-            raise MergeError(message, "Train again without this target.")
+            raise MergeError(*refusal("shared_weight", module=module, weight=place.parameter.removesuffix(".weight")))
         adapters[names.canonical[place.parameter]] = _read_one(module, place, checkpoint, names)
     if not any(adapter.has_moved for adapter in adapters.values()):
-        zero = f"all {len(adapters)} B matrices of step {checkpoint.manifest.step} are zero"
-        message = f"The adapter never moved: {zero}, so the result would be the base model."
-        raise MergeError(message, "Look at the loss and the learning rate in metrics.jsonl, then train again.")
+        raise MergeError(*refusal("never_moved", count=len(adapters), step=checkpoint.manifest.step))
     return adapters
 
 
 def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names: ModelNames) -> Adapter:
     """One adapter; it has moved where its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
     suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
-    down, up = (checkpoint.whole(f"{module}.lora_{suffix}").float() for suffix in suffixes)
+    stored = [f"{module}.lora_{suffix}" for suffix in suffixes]
+    down, up = (checkpoint.read(name).view(names.adapter_shapes[name]).float() for name in stored)
     moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
     if place.layout in ("experts", "experts_in_out"):
         experts = names.weights.shapes[place.parameter][0]
@@ -106,7 +102,7 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names
     adapter = Adapter(left, right, place.scale, moved)
     if not place.has_magnitude:
         return adapter
-    magnitude = checkpoint.whole(f"{module}.lora_magnitude_vector").float()
+    magnitude = checkpoint.read(f"{module}.lora_magnitude_vector").float()
     whole = adapter.fold(names.weights.read_whole(place.parameter), 0)
     over = 0 if place.layout == "conv1d" else 1
     return replace(adapter, factor=(magnitude / whole.norm(dim=over)).unsqueeze(over))

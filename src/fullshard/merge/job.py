@@ -1,10 +1,8 @@
 """The merge: run folder -> an ordinary Hugging Face folder, proven before it is published."""
 
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from fullshard.merge.adapter import Adapter, ModelNames, read_adapters
 from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, ExactWeights, plan_outputs, write_weights
-from fullshard.model.load import MERGE_FACTS
-from fullshard.run_folder import newest_checkpoint, publish_folder, read_json, require_run, sync_path, write_json
+from fullshard.model.load import MERGE_FACTS, refusal, unfinished_folder
+from fullshard.run_folder import newest_checkpoint, read_json, require_run, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,12 +42,11 @@ class MergeResult:
 
 def merge_run(
     run: str | Path, output: str | Path | None = None, step: int | None = None, dtype: str | None = None,
-    overwrite: bool = False, progress: Callable[[str], None] | None = None, shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False, progress: Callable[[str], None] = lambda text: None, shard_bytes: int = SHARD_BYTES,
 ) -> MergeResult:  # fmt: skip
     """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged), whole and
     proven or not at all. ``dtype``: fp32, bf16, fp16 for the base's own. MergeError, CheckpointError, ModelError."""
     started = time.monotonic()
-    say = progress or (lambda text: None)
     if dtype is not None and dtype not in DTYPES:
         raise MergeError(f"dtype {dtype!r} is unknown.", f"One of: {', '.join(DTYPES)}")
     run = require_run(Path(run))
@@ -69,19 +66,19 @@ def merge_run(
     if not base.is_dir():
         raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
     tokens, logits = checkpoint.proof()
-    say("checking the checkpoint")
+    progress("checking the checkpoint")
     verify_checkpoint(folder)
-    if is_lora and not trainer.get("adapter"):
-        raise MergeError(f"{checkpoint.folder} names no adapter settings (rank, alpha).", "Use another step.")
     added = trainer.get("add_tokens", [])
     tokenizer = load_tokenizer(base, added) if added else None
     names = ModelNames(base, trainer["adapter"] if is_lora else None, added_ids(tokenizer, added))
     adapters = read_adapters(checkpoint, names) if is_lora else None
     exact = ExactWeights(names, checkpoint, adapters)
-    outputs = plan_outputs(names, exact, DTYPES[dtype] if dtype else None)
+    outputs = plan_outputs(exact, DTYPES[dtype] if dtype else None)
     num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
-    with _published(output, num_bytes) as unfinished:
-        say("writing weights")
+    with unfinished_folder(output, MergeError, "Choose another with --output.") as unfinished:
+        if (free := shutil.disk_usage(unfinished).free) < num_bytes:
+            raise MergeError(*refusal("no_room", needed=num_bytes / 1e9, parent=output.parent, free=free / 1e9))
+        progress("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
         copied = copy_tokenizer_files(base, unfinished)
         if tokenizer is not None:
@@ -90,10 +87,8 @@ def merge_run(
             tokenizer.save_pretrained(unfinished)
         trained_ids = read_json(run / run_folder.DATA, optional=True).get("stop_ids", ())
         notes = write_configs(base, unfinished, stored_dtype, trained_ids, names.vocabulary_size)
-        say("proving")
-        plan = read_json(run / run_folder.PLAN, optional=True)
-        precision = trainer.get("precision") or plan.get("precision") or "fp32"  # in which training computed
-        stored, unrounded, ignored = prove(unfinished, outputs, names, exact, tokens, logits, precision)
+        progress("proving")
+        stored, unrounded, ignored = prove(unfinished, outputs, exact, tokens, logits, trainer.get("precision", "fp32"))
         notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in ignored]
         if not any(name.startswith("tokenizer") for name in copied):
             notes.append("the base has no tokenizer files; none copied")
@@ -122,23 +117,3 @@ def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str
         "adapters_moved": sum(adapter.has_moved for adapter in adapters.values()) if adapters else None,
         "settings": {name: data[name] for name in settings if data.get(name) is not None},
     }  # fmt: skip
-
-
-@contextmanager
-def _published(output: Path, num_bytes: int) -> Iterator[Path]:
-    """A temporary folder beside ``output``: takes its place when the block ends well, vanishes when it does not."""
-    place = {"prefix": f".{output.name}.", "dir": output.parent, "ignore_cleanup_errors": True}
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(**place) as temporary:
-            unfinished = Path(temporary) / output.name
-            unfinished.mkdir()
-            if (free := shutil.disk_usage(unfinished).free) < num_bytes:
-                room = f"{num_bytes / 1e9:.2f} GB; {output.parent} has {free / 1e9:.2f} GB free"
-                raise MergeError(f"The merged model needs {room}.", "Choose a folder on another disk with --output.")
-            yield unfinished
-            for path in [*unfinished.rglob("*"), unfinished]:
-                sync_path(path)
-            publish_folder(unfinished, output)
-    except OSError as error:
-        raise MergeError(f"{output} cannot be written: {error}.", "Choose another with --output.") from error

@@ -1,10 +1,6 @@
-"""Prove that a merged folder is the training state, by the proof tokens' logits in plain transformers, fp32 on the CPU.
-
-1. *Unrounded.* Every rounded tensor must be, bit for bit, the rounding of its exact fp32 value, and is replaced by it.
-   The logits must be those of training: within 1e-3 of their range where training computed in fp32, else as in 2.
-2. *As stored.* Mean KL divergence at most 0.02 nats, largest difference at most a tenth of the range, and the top token
-   may change only where it was preferred by less than 2% of the range, save at one position in eight.
-Shapes: T positions, V vocabulary. The range is the largest minus the smallest logit of the training state."""
+"""Prove that a merged folder is the training state, by the proof tokens' logits in plain transformers, fp32 on the CPU:
+*unrounded*, where every rounded tensor must be, bit for bit, the rounding of its exact fp32 value and is replaced by
+it, and *as stored*. Shapes: T positions, V vocabulary. Range: largest minus smallest logit of the training state."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fullshard.errors import MergeError
-from fullshard.merge.adapter import ASK_BASE, ModelNames
+from fullshard.merge.adapter import ASK_BASE
 from fullshard.merge.writer import ExactWeights, OutputTensor
+from fullshard.model.load import refusal
 
-FP32_RELATIVE = 1e-3
-LOW_PRECISION_RELATIVE = 0.1
-LOW_PRECISION_KL = 0.02
-CLEAR_MARGIN = 0.02
-CHANGED_SHARE = 1 / 8
+FP32_RELATIVE = 1e-3  # of the range: the largest difference, unrounded, where training computed in fp32
+LOW_PRECISION_RELATIVE = 0.1  # the same where it did not, and as stored, where these hold too:
+LOW_PRECISION_KL = 0.02  # nats: the mean divergence
+CLEAR_MARGIN = 0.02  # of the range: a top token that was preferred by less may change
+CHANGED_SHARE = 1 / 8  # of the positions: there it may change even so
 
 
 @dataclass(frozen=True)
@@ -68,54 +65,42 @@ def is_close(comparison: Comparison, low_precision: bool) -> bool:
     return comparison.relative <= LOW_PRECISION_RELATIVE and comparison.mean_kl <= LOW_PRECISION_KL and few_changed
 
 
+@torch.no_grad()
 def prove(
-    folder: Path, outputs: list[OutputTensor], names: ModelNames, exact: ExactWeights, tokens: torch.Tensor,
-    reference: torch.Tensor, compute: str,
+    folder: Path, outputs: list[OutputTensor], exact: ExactWeights, tokens: torch.Tensor, reference: torch.Tensor,
+    compute: str,
 ) -> tuple[Comparison, Comparison, tuple[str, ...]]:  # fmt: skip
-    """Compare ``folder``'s logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` ("fp32",
-    "bf16", "fp16"). Returns how the folder as published compares, how exact fp32 weights do, and the tensors that the
-    files hold and transformers ignores. MergeError where weights lack or are too many, or it is another state."""
+    """Compare logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` (fp32, bf16, fp16): those
+    of ``folder``, then of exact fp32 weights; third, what transformers ignores. MergeError: another state."""
     settings = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
     model, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
     unexpected = set(info["unexpected_keys"])
-    problems = {"missing": info["missing_keys"], "unexpected": unexpected - set(names.weights.ignored)}
+    problems = {"missing": info["missing_keys"], "unexpected": unexpected - set(exact.names.weights.ignored)}
     for what, found in (problems | {"of another shape": map(str, info["mismatched_keys"])}).items():
         if found := sorted(found):
             raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {found[0]}.", "")
     model.eval()
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
-    stored = unrounded = compare_logits(reference, _logits(model, tokens))
+    stored = unrounded = compare_logits(reference, model(input_ids=tokens, use_cache=False).logits[0])
     if rounded := [output for output in outputs if output.dtype != output.exact_dtype]:
-        _put_exact_values(model, rounded, names, exact)
-        unrounded = compare_logits(reference, _logits(model, tokens))
+        _put_exact_values(model, rounded, exact)
+        unrounded = compare_logits(reference, model(input_ids=tokens, use_cache=False).logits[0])
     if not is_close(unrounded, low_precision=compute != "fp32"):
-        message = f"The merged model is not the training state. {unrounded.line}."
-        raise MergeError(message, "The base model may have changed since training; nothing was published.")
+        raise MergeError(*refusal("other_state", line=unrounded.line))
     if rounded and not is_close(stored, low_precision=True):
-        message = f"Rounding the weights for storage changes the answers too much. {stored.line}."
-        raise MergeError(message, "Merge in full precision: fullshard merge RUN --dtype fp32")
+        raise MergeError(*refusal("rounding", line=stored.line))
     return stored, unrounded, tuple(sorted(unexpected))
 
 
-@torch.inference_mode()
-def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=tokens, use_cache=False).logits[0].float()
-
-
-@torch.no_grad()
-def _put_exact_values(model: Any, rounded: list[OutputTensor], names: ModelNames, exact: ExactWeights) -> None:
+def _put_exact_values(model: Any, rounded: list[OutputTensor], exact: ExactWeights) -> None:
     """Check that each rounded parameter in ``model`` is the rounding of its exact value, then put that value there."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    done = set()
-    for output in rounded:
-        for name in names.weights.parameters_of(output.name):
-            if (canonical := names.canonical.get(name, name)) in done:
-                continue
-            done.add(canonical)
-            rest = tensors[name].data.view(-1)
-            for block in exact.blocks(name):
-                part, rest = rest[: block.numel()], rest[block.numel() :]
-                if not torch.equal(part, block.to(output.dtype).to(part.dtype)):
-                    raise MergeError(f"{name} in the merged folder is not what was written.", "Check the disk.")
-                part.copy_(block)
+    parts = ((name, output.dtype) for output in rounded for name in output.parameters)
+    for name, dtype in {exact.names.canonical.get(name, name): dtype for name, dtype in parts}.items():
+        rest = tensors[name].data.view(-1)
+        for block in exact.blocks(name):
+            part, rest = rest[: block.numel()], rest[block.numel() :]
+            if not torch.equal(part, block.to(dtype).to(part.dtype)):
+                raise MergeError(f"{name} in the merged folder is not what was written.", "Check the disk.")
+            part.copy_(block)

@@ -5,12 +5,14 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from fullshard.checkpoint.format import Manifest
@@ -64,21 +66,16 @@ def base_name(base: Path) -> str:
 
 
 def _front_matter(base: Path) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError, yaml.YAMLError):
         return metadata_load(base / "README.md") or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
+    return {}
 
 
 def write_card(base: Path, folder: Path, name: str, manifest: Manifest, dtype: str, proof: str) -> None:
     """Write README.md: base, licence ("see the base model" where its card names none), how it was made, the proof."""
-    card, base_model = _front_matter(base), base_name(base)
-    front = {"base_model": base_model, "library_name": "transformers", "pipeline_tag": "text-generation"}
-    front |= {key: card[key] for key in ("license", "license_name", "license_link", "language") if key in card}
-    licence = card.get("license_name") or card.get("license") or "see the base model"
-    method = {"lora": "LoRA (folded into the weights)", "full": "full fine-tuning"}[manifest.method]
-    how = f"fullshard {version('fullshard')}: {method}, step {manifest.step}, stored as {dtype}"
-    facts = {"front": yaml.safe_dump(front, sort_keys=False).strip(), "name": name, "base": base_model}
-    facts |= {"licence": licence, "how": how, "proof": proof[0].upper() + proof[1:]}
-    text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
-    (folder / "README.md").write_text(text.format(**facts), encoding="utf-8")
+    card, front = _front_matter(base), {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front |= {key: card.get(key) for key in ("license", "license_name", "license_link", "language")}
+    data = ModelCardData(base_model=base_name(base), **front)
+    facts = {"name": name, "method": manifest.method, "step": manifest.step, "dtype": dtype, "proof": proof}
+    template = Path(__file__).with_name("model_card.md")
+    ModelCard.from_template(data, template, version=version("fullshard"), **facts).save(folder / "README.md")

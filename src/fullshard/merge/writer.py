@@ -1,10 +1,8 @@
 """Where the values of each tensor of a merged folder come from (copied, trained or folded), and safetensors files as a
-stream: 8 bytes of header length, a JSON header padded to a multiple of 8, then each tensor in blocks. Wider dtypes come
-first, so that each tensor starts at a multiple of its element size."""
+stream. Wider dtypes come first, so that each tensor starts at a multiple of its element size."""
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +12,13 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.modeling_utils import str_to_torch_dtype
 
-from fullshard.checkpoint.ranges import OwnCheckpoint
+from fullshard.checkpoint.ranges import SAFETENSORS_DTYPES, OwnCheckpoint
 from fullshard.errors import MergeError
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames
-from fullshard.model.load import INDEX
+from fullshard.model.load import INDEX, refusal
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 @dataclass(frozen=True)
@@ -33,11 +30,9 @@ class OutputTensor:
     dtype: torch.dtype
     blocks: Callable[[], Iterator[torch.Tensor]]
     exact_dtype: torch.dtype  # of the blocks; equal to dtype where writing rounds nothing
+    parameters: tuple[str, ...] = ()  # or buffers, that it is a part of
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    num_bytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)  # in the file
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
@@ -51,58 +46,54 @@ class ExactWeights:
     """The exact value of every parameter after training: trained in fp32, folded in fp32, or the base's own."""
 
     def __init__(self, names: ModelNames, checkpoint: OwnCheckpoint, adapters: dict[str, Adapter] | None) -> None:
-        """``adapters``: None for a full fine-tuning, which must hold all parameters. Raises MergeError where a trained
-        tensor has no place in the base or another shape. ``changed``: the parameters whose exact value is then fp32."""
-        self._names, self._checkpoint, self._folded, is_full = names, checkpoint, adapters or {}, adapters is None
+        """``adapters``: None for a full fine-tuning, which must hold all parameters. MergeError: one does not fit."""
+        self.names, self._checkpoint, self._folded, is_full = names, checkpoint, adapters or {}, adapters is None
         self._trained = {name for name in checkpoint.weights if is_full or ".lora_" not in name}
         for name in sorted(self._trained):
             found, shape = checkpoint.weights[name].shape, names.weights.shapes.get(name)
             if names.canonical.get(name) != name or found != shape:
                 expected = f"it has shape {shape} there" if name in names.canonical else "it has no such parameter"
                 raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
-        changed = self._trained | self._folded.keys()
+        changed = self._trained | self._folded.keys()  # their exact values are fp32
         self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]
         if is_full and (absent := [name for name in wanted if name not in self._trained]):
-            lacking = f"{absent[0]} ({len(set(absent))} of the model's parameters)"
-            raise MergeError(f"The checkpoint of a full fine-tuning lacks {lacking}.", "Use another step.")
+            raise MergeError(*refusal("lacking", name=absent[0], count=len(set(absent))))
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
-        canonical = self._names.canonical.get(name, name)
-        shape = self._names.weights.shapes[name]
+        canonical, weights = self.names.canonical.get(name, name), self.names.weights
+        shape = weights.shapes[name]
         row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
             if canonical in self._trained:
                 yield self._checkpoint.read(canonical, start=start, stop=stop)
                 continue
-            rows = self._names.weights.read(name, start, stop)
+            rows = weights.read(name, start, stop)
             if canonical in self._folded:
                 rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
             yield rows
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole exact parameter in its shape."""
-        return torch.cat(list(self.blocks(name))).view(self._names.weights.shapes[name])
 
-
-def plan_outputs(names: ModelNames, exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
+def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
     """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is that of floats."""
-    weights, files = names.weights, names.weights.files
+    weights, files = exact.names.weights, exact.names.weights.files
     outputs = []
-    for name in files.names():
+    for name in files.names:
         if (base_dtype := str_to_torch_dtype.get(files.dtype(name))) is None:
             raise MergeError(f"{name} of the base has dtype {files.dtype(name)}, which cannot be copied.", "")
         stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
-        parameters = weights.parameters_of(name)
+        group = weights.groups.get(name)
+        parameters = tuple(group.outputs) if group else ()
         changed = not exact.changed.isdisjoint(parameters)
-        if parameters and not weights.is_converted(name):
+        if group and group.converter is None:
             shape, blocks = weights.shapes[parameters[0]], partial(exact.blocks, parameters[0])  # grown by new tokens
         else:
-            read = partial(weights.restore, whole=exact.whole) if changed else files.read
+            read = partial(weights.restore, blocks=exact.blocks) if changed else files.read
             shape, blocks = files.shape(name), partial(lambda read, name: iter([read(name).reshape(-1)]), read, name)
-        outputs.append(OutputTensor(name, shape, stored_dtype, blocks, torch.float32 if changed else base_dtype))
+        exact_dtype = torch.float32 if changed else base_dtype
+        outputs.append(OutputTensor(name, shape, stored_dtype, blocks, exact_dtype, parameters))
     return outputs
 
 
@@ -137,9 +128,6 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    message = f"{tensor.name} holds values that are not finite in {dtype}."
-                    raise MergeError(message, "Merge another step, or with --dtype fp32.")
+                    raise MergeError(*refusal("not_finite", name=tensor.name, dtype=dtype))
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"
-        file.flush()
-        os.fsync(file.fileno())

@@ -13,6 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fullshard.config import LoraSection
 from fullshard.errors import ModelError
+from fullshard.model.blocks import is_tied
+from fullshard.model.load import refusal
 from fullshard.model.names import ADAPTER, base_name, is_adapter
 
 
@@ -31,8 +33,8 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
-    linear = [(name, type(module).__name__) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    routers = [name for name, kind in linear if "router" in kind.lower()]
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    routers = [name for name, module in linear if "router" in type(module).__name__.lower()]
     targets = [lora.targets] if isinstance(lora.targets, str) and lora.targets != "all-linear" else lora.targets
     variant = {"use_rslora": lora.variant == "rslora", "use_dora": lora.variant == "dora", "lora_dropout": 0.0}
     modules = {"target_modules": targets, "exclude_modules": routers or None, "bias": "none"}
@@ -43,10 +45,8 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     except ValueError as error:
         family = type(model).__name__
         if "use_dora" in str(error):
-            hint = "Set lora.variant=lora, or name other modules in lora.targets (the attention's: q_proj, v_proj)."
-            raise ModelError(f"DoRA cannot adapt the stacked experts of {family}.", hint) from None
-        fitting = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-        leaves = {name.split(".")[-1] for name in fitting}
+            raise ModelError(*refusal("dora_experts", family=family)) from None
+        leaves = {name.split(".")[-1] for name, _ in linear}
         message = f"lora.targets = {lora.targets!r} does not fit {family}: {str(error).splitlines()[0]}"
         raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
     for place in adapter_places(model):
@@ -61,14 +61,10 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
     """Inject LoRA layers (fp32) into a model on meta; all else is frozen, but for a trained vocabulary."""
     inject_adapters(model, lora)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    plain_head = getattr(head, "base_layer", None)  # where an adapter sits on it
-    is_tied = plain_head is not None and plain_head.weight is getattr(embedding, "weight", None)
-    adapted_head = plain_head is not None and (trains_vocabulary or is_tied)
+    adapted_head = hasattr(head, "base_layer") and (trains_vocabulary or is_tied(model))
     if hasattr(embedding, "base_layer") or adapted_head:
         # It could not be merged into one weight, or would be trained twice.
-        adapted = f"lora.targets = {lora.targets!r} adapts the {'head' if adapted_head else 'embedding'}"
-        message = f"{adapted}, which is tied or (with model.add_tokens) trained as a whole."
-        raise ModelError(message, "Name other modules, or train with method: full.")
+        raise ModelError(*refusal("adapted", targets=lora.targets, part="head" if adapted_head else "embedding"))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     if trains_vocabulary:
@@ -78,12 +74,11 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """One adapter: ``module`` in the wrapped model, the base ``parameter`` it changes, and ``layout``: linear | conv1d
-    | embedding | experts (W as experts, out, in) | experts_in_out (experts, in, out)."""
+    """One adapter: its ``module`` in the wrapped model and the base's ``parameter`` that it changes."""
 
     module: str
     parameter: str
-    layout: str
+    layout: str  # linear | conv1d | embedding | experts (W as experts, out, in) | experts_in_out
     scale: float
     has_magnitude: bool  # DoRA
 

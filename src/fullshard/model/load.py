@@ -1,10 +1,12 @@
-"""Model folders: what is in them, transformers' own classes on the meta device, ranges of rows of safetensors files;
-where answers stop, and generation configs, of which transformers refuses to save some that it reads."""
+"""Model folders: what is in them, the model on the meta device, rows of its files, where answers stop."""
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,23 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from fullshard.device import ATTENTION
-from fullshard.errors import Blame, ModelError
+from fullshard.errors import Blame, ModelError, UserError
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.run_folder import read_json
+from fullshard.run_folder import publish_folder, read_json, sync_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
+REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 GENERATION_CONFIG = "generation_config.json"
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
+
+
+def refusal(key: str, **facts: Any) -> list[str]:
+    """Message and hint of an error: those of ``key`` in refusals.yaml, with the facts in them."""
+    return [text.format(**facts) for text in REFUSALS[key]]
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
@@ -39,11 +47,9 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     if missing == [SINGLE]:
         others = sorted(folder.glob("*.bin"))
         found = f" It has {others[0].name}, which this version does not read." if others else ""
-        message = f"{folder} is incomplete: neither {SINGLE} nor {INDEX} is there.{found}"
-        raise ModelError(message, "Use a folder with safetensors weights.")
+        raise ModelError(*refusal("no_safetensors", folder=folder, single=SINGLE, index=INDEX, found=found))
     if missing:
-        lacking = f"{len(missing)} of {len(names)} weight files are missing, first {missing[0]}"
-        raise ModelError(f"{folder} is incomplete: {lacking}.", "Download the whole model folder again.")
+        raise ModelError(*refusal("files_missing", folder=folder, count=len(missing), all=len(names), first=missing[0]))
     return folder
 
 
@@ -61,11 +67,12 @@ class WeightFiles:
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self.files = [folder / file for file in weight_names(folder)]
-        self._places: dict[str, Any] = {}
+        self._places: dict[str, Any] = {}  # the open file of each tensor
         for file in self.files:
             with Blame(ModelError, f"{file} is damaged", "Download this file again."):
                 handle = safe_open(file, framework="pt")
                 self._places |= dict.fromkeys(handle.keys(), handle)
+        self.names = list(self._places)  # of all tensors
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
@@ -78,10 +85,6 @@ class WeightFiles:
                     file.seek(size * sample // SAMPLES)
                     digest.update(file.read(1 << 12))
         return digest.hexdigest()
-
-    def names(self) -> list[str]:
-        """Names of all tensors in the files."""
-        return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the file's header."""
@@ -131,8 +134,7 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
         raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        message = f"{path} holds quantised weights ({method}), which cannot be trained or merged exactly."
-        raise ModelError(message, "Take the model's bf16 or fp32 weights.")
+        raise ModelError(*refusal("quantised", path=path, method=method))
     attention = attention_for(config, packing)
     with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -147,6 +149,23 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
     return model
 
 
+@contextmanager
+def unfinished_folder(final: Path, kind: type[UserError], hint: str) -> Iterator[Path]:
+    """A temporary folder beside ``final``: takes its place when the block ends well, else vanishes. Raises ``kind``."""
+    place = {"prefix": f".{final.name}.", "dir": final.parent, "ignore_cleanup_errors": True}
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(**place) as temporary:
+            unfinished = Path(temporary) / final.name
+            unfinished.mkdir()
+            yield unfinished
+            for path in [*unfinished.rglob("*"), unfinished]:
+                sync_path(path)
+            publish_folder(unfinished, final)
+    except OSError as error:
+        raise kind(f"{final} cannot be written: {error}.", hint) from error
+
+
 def union_of_ids(*groups: int | Iterable[int] | None) -> list[int]:
     """All token ids of ``groups`` (each an id, ids, or None) without repetition, in order of first appearance."""
     return list(dict.fromkeys(n for ids in groups for n in ([ids] if isinstance(ids, int) else ids or ())))
@@ -159,27 +178,21 @@ def stop_ids(folder: Path) -> list[int]:
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
-    settings, which had no effect; what still is refused is reduced to its token ids."""
+    """A generation config that transformers accepts (without idle settings, or reduced to its ids); a line a change."""
     result, notes = dict(values), []
-    if _problem(values) is None:
-        return result, notes
-    idle = dict.fromkeys(() if result.get("do_sample") else FACTS["sampling_only"], "greedy, do_sample is off")
-    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else FACTS["beams_only"], "one beam")
-    for key, kind in idle.items():
-        alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
-        if key in result and _problem(alone):
-            without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
-            notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
-    if (problem := _problem(result)) is not None:
+    while idle := re.match(r"`(\w+)`: .* only used in (sample|beam)", problem := _problem(result)):
+        kind = {"sample": "greedy, do_sample is off", "beam": "one beam"}[idle[2]]
+        without_effect = f"{idle[1]} {result.pop(idle[1])} has no effect ({kind})"
+        notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
+    if problem:
         dropped = [key for key in result if key not in FACTS["token_keys"]]
         result = {key: result[key] for key in FACTS["token_keys"] if key in result}
         notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
     return result, notes
 
 
-def _problem(values: dict[str, Any]) -> str | None:
-    """Why transformers would refuse to save ``values``, or None."""
+def _problem(values: dict[str, Any]) -> str:
+    """Why transformers would refuse to save ``values``, or nothing."""
     logger = logging.getLogger("transformers.generation.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -190,4 +203,4 @@ def _problem(values: dict[str, Any]) -> str | None:
         return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
     finally:
         logger.setLevel(level)
-    return None
+    return ""

@@ -1,10 +1,9 @@
-"""Which tensors of a model folder make which parameter, and how parameters go back under the folder's names. Some
-families rename, stack or split tensors on load (``experts.7.up_proj.weight`` ... -> ``experts.gate_up_proj``):
-transformers' own conversion table is run here for one target at a time, and reversed for the export."""
+"""Which tensors of a model folder make which parameter, and back: where a family renames, stacks or splits tensors on
+load, transformers' own conversion table is run for one target at a time, and reversed for the export."""
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError
-from fullshard.model.load import WeightFiles
+from fullshard.model.load import WeightFiles, refusal
 from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -24,13 +23,13 @@ RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between
 
 
 @dataclass(eq=False)
-class _Group:
+class Group:
     """File tensors that are read together, and the parameters they make. Without a converter: one of each."""
 
     target: str  # what transformers calls the group: its first parameter
     converter: WeightConverter | None
     sources: list[tuple[str, str]] = field(default_factory=list)  # (source pattern, file tensor), experts in order
-    outputs: list[str] = field(default_factory=list)
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)  # with the shapes that the files make
 
 
 class WeightMap:
@@ -44,9 +43,9 @@ class WeightMap:
         self._prefix = model.base_model_prefix
         conversions = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        self._groups: dict[str, _Group] = {}  # by file tensor
+        self.groups: dict[str, Group] = {}  # by file tensor; none for those that the model ignores
         self.ignored: list[str] = []  # file tensors that the model has no place for
-        self._outputs: dict[str, _Group] = {}  # by parameter
+        self._outputs: dict[str, Group] = {}  # by parameter
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(parameter, []).append(name)
@@ -87,94 +86,80 @@ class WeightMap:
     def load_buffers(self, model: nn.Module) -> None:
         """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
         for name, buffer in model.named_buffers():
-            if self.has(plain := base_name(name)):
+            if self._source_name(plain := base_name(name)) in self._outputs:
                 buffer.copy_(self.read(plain).view(buffer.shape))
             if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-                message = f"Buffer {name} is neither in the weight files nor made by the model's own initialisation."
-                raise ModelError(message, "This family cannot be loaded sharded yet.")
-
-    def has(self, name: str) -> bool:
-        """Whether the files hold this parameter or buffer."""
-        return self._source_name(name) in self._outputs
+                raise ModelError(*refusal("unknown_buffer", name=name))
 
     def dtype(self, name: str) -> str:
         """Safetensors' name of the dtype in which the files hold the parameter."""
         return self.files.dtype(self._outputs[self._source_name(name)].sources[0][1])
 
-    def parameters_of(self, file_name: str) -> list[str]:
-        """The parameters or buffers that ``file_name`` is a part of; none for a tensor that the model ignores."""
-        return self._groups[file_name].outputs if file_name in self._groups else []
-
-    def is_converted(self, file_name: str) -> bool:
-        """Whether the file tensor is stacked or split on load (a mere renaming is not)."""
-        return self._groups[file_name].converter is not None
-
-    def restore(self, file_name: str, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor under its original name, from the parameters ``whole(name)``; the last groups are kept."""
-        if (group := self._groups[file_name]).target not in self._restored:
+    def restore(self, file_name: str, blocks: Callable[[str], Iterable[torch.Tensor]]) -> torch.Tensor:
+        """A tensor under its original name, from the flattened values ``blocks(name)`` of its parameters."""
+        if (group := self.groups[file_name]).target not in self._restored:
             if len(self._restored) == RESTORED_GROUPS:
                 del self._restored[next(iter(self._restored))]
-            self._restored[group.target] = self._reverse(group, {name: whole(name) for name in group.outputs})
+            whole = {name: torch.cat(list(blocks(name))).view(self.shapes[name]) for name in group.outputs}
+            self._restored[group.target] = self._reverse(group, whole)
         return self._restored[group.target][file_name]
 
     def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
         state = model.state_dict()
         rename = core_model_loading.rename_source_key
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        for file_name in sorted(self.files.names(), key=core_model_loading.dot_natural_key):
+        for file_name in sorted(self.files.names, key=core_model_loading.dot_natural_key):
             target, pattern = rename(file_name, self._renamings, converters, self._prefix, state)
             if target not in state and file_name in state:  # transformers' own second try
                 target, pattern = rename(file_name, [], [], self._prefix, state)
             if target not in state:
                 self.ignored.append(file_name)
                 continue
-            if (group := self._outputs.get(target)) is None:
-                group = self._outputs[target] = _Group(target, by_pattern[pattern] if pattern else None)
+            group = self._outputs.setdefault(target, Group(target, by_pattern.get(pattern)))
             group.sources.append((pattern or file_name, file_name))
-            self._groups[file_name] = group
+            self.groups[file_name] = group
         for group in list(dict.fromkeys(self._outputs.values())):
             self._find_outputs(group)
 
-    def _find_outputs(self, group: _Group) -> None:
+    def _find_outputs(self, group: Group) -> None:
         """Convert empty tensors of the files' shapes: which parameters come out, and do they go back?"""
         if group.converter is None:
-            group.outputs = [group.target]
+            group.outputs = {group.target: self.files.shape(group.sources[0][1])}
             return
         counts = Counter(pattern for pattern, _ in group.sources)
         if len(set(counts.values())) > 1 or len(counts) < len(group.converter.source_patterns):
-            message = f"{self._where} is incomplete: {group.target} needs as many of each, not {dict(counts)} tensors."
-            raise ModelError(message, "Download the whole model folder again.")
+            raise ModelError(*refusal("incomplete_group", where=self._where, target=group.target, counts=dict(counts)))
         empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
         made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
-        message = f"{self._where}: {group.target} cannot be made from {made_of}, or not be written back"
-        with Blame(ModelError, message, "This family converts its weights on load in a way that cannot be reversed."):
+        with Blame(ModelError, *refusal("irreversible", where=self._where, target=group.target, made_of=made_of)):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
         if wrong := [name for _, name in group.sources if back[name].shape != empty[name].shape]:
             raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
-        group.outputs = list(made)
-        for name, value in made.items():
-            self._outputs[name] = group
-            self._check_shape(name, tuple(value.shape))
+        group.outputs = {name: tuple(value.shape) for name, value in made.items()}
+        self._outputs |= dict.fromkeys(made, group)
 
-    def _forward(self, group: _Group, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = deepcopy(group.converter)
-        for pattern, file_name in group.sources:
-            converter.add_tensor(group.target, file_name, pattern, tensors[file_name])
-        return _single(converter.convert(group.target, config=self._config))
+    def _forward(self, group: Group, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = [(pattern, name, tensors[name]) for pattern, name in group.sources]
+        return self._convert(deepcopy(group.converter), group.target, parts)
 
-    def _reverse(self, group: _Group, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _reverse(self, group: Group, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = group.converter.reverse_transform()
         renamed = {name: converter.rename_source_key(name) for name in parameters}  # (new name, its pattern)
-        first = next(iter(renamed.values()))[0]
-        for name, value in parameters.items():
-            converter.add_tensor(first, name, renamed[name][1], value)
-        made = _single(converter.convert(first, config=self._config))
+        parts = [(renamed[name][1], name, value) for name, value in parameters.items()]
+        made = self._convert(converter, next(iter(renamed.values()))[0], parts)
         prefix = f"{self._prefix}."
         plain = {name.removeprefix(prefix): value for name, value in made.items()}
         originals = [name for _, name in group.sources]
         renamed_back = {name: core_model_loading.apply_renamings(name, self._renamings) for name in originals}
         return {name: plain[stored.removeprefix(prefix)] for name, stored in renamed_back.items()}
+
+    def _convert(self, converter: WeightConverter, target: str, parts: list[tuple[str, str, torch.Tensor]]) -> Any:
+        """What ``converter`` makes of tensors, each with its pattern and name: a tensor by each new name."""
+        for pattern, name, value in parts:
+            converter.add_tensor(target, name, pattern, value)
+        made = converter.convert(target, config=self._config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _source_name(self, name: str) -> str:
         return next((alias for alias in self.aliases.get(name, (name,)) if alias in self._outputs), name)
@@ -183,44 +168,28 @@ class WeightMap:
         for names in set(self.aliases.values()):
             stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
-                message = f"{self._where}: config.json ties {' and '.join(names)}, but the files hold different values."
-                hint = 'Set "tie_word_embeddings": false in its config.json, or remove one of them from the files.'
-                raise ModelError(message, hint)
+                raise ModelError(*refusal("ties", where=self._where, names=" and ".join(names)))
         parameters = [name for name, _ in model.named_parameters()]
-        if missing := [name for name in parameters if not self.has(name)]:
-            lacking = f"{len(missing)} of {len(parameters)} parameters have no tensor of their name in the files"
-            hint = "Are config.json and the weights of one model? Compare model_type with the files' tensor names."
-            raise ModelError(f"{self._where}: {lacking}: {', '.join(missing[:5])}.", hint)
+        if missing := [name for name in parameters if self._source_name(name) not in self._outputs]:
+            count, first = f"{len(missing)} of {len(parameters)}", ", ".join(missing[:5])
+            raise ModelError(*refusal("no_tensor", where=self._where, count=count, first=first))
         for name in parameters:
-            group = self._outputs[self._source_name(name)]
             if self.dtype(name) not in FLOATS:
-                message = f"{self._where}: parameter {name} is stored as {self.dtype(name)}, not as floats."
-                raise ModelError(message, "Take the model's bf16 or fp32 weights.")
-            if group.converter is None:
-                self._check_shape(name, self.files.shape(group.sources[0][1]))
-
-    def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
-        expected = self.shapes[name]
-        has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
-        if found != expected and not has_grown:
-            message = f"{name}: config.json means {expected}, the file holds {found}."
-            raise ModelError(message, f"The config.json and the weights of {self._where} do not belong together.")
+                raise ModelError(*refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name)))
+            expected, stored_name = self.shapes[name], self._source_name(name)
+            found = self._outputs[stored_name].outputs[stored_name]
+            has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
+            if found != expected and not has_grown:
+                raise ModelError(*refusal("other_shape", name=name, expected=expected, found=found, where=self._where))
 
     def _read_grown(self, file_name: str, first: int, last: int) -> torch.Tensor:
         """Rows of a vocabulary tensor: old ones from the file, new ones the mean of the old."""
-        num_old, *width = self.files.shape(file_name)
+        num_old = self.files.shape(file_name)[0]
         if file_name not in self._means:
-            kept = [row for row in range(num_old) if row not in set(self._new_ids)]
-            mean = self.files.read(file_name).float()[kept].mean(0)
-            self._means[file_name] = mean.to(self.files.read(file_name, 0, 1).dtype)
-        rows = self._means[file_name].repeat(last - first, *[1] * len(width))
-        if (stored := min(last, num_old)) > first:
-            rows[: stored - first] = self.files.read(file_name, first, stored)
-        for row in self._new_ids:
-            if first <= row < last:
-                rows[row - first] = self._means[file_name]
+            whole = self.files.read(file_name)
+            kept = [row for row in range(num_old) if row not in self._new_ids]
+            self._means[file_name] = whole.float()[kept].mean(0).to(whole.dtype)
+        mean, stored = self._means[file_name], self.files.read(file_name, min(first, num_old), min(last, num_old))
+        rows = torch.cat([stored, mean.expand(last - first - len(stored), *mean.shape)])
+        rows[[row - first for row in self._new_ids if first <= row < last]] = mean
         return rows
-
-
-def _single(made: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

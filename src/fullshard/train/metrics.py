@@ -1,6 +1,7 @@
 """What a run writes down and shows: metrics.jsonl, trackers and the progress line. Rank 0 only."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module, util
 from pathlib import Path
@@ -46,14 +47,13 @@ class MetricsLog:
     ) -> None:
         self._trackers = [start_tracker(name, path.parent) for name in trackers]
         self._console = Console(quiet=quiet or not active)
-        self._active, self._num_steps, self._first_step, self._step_seconds = active, num_steps, first_step, 0.0
-        self._file = open(path, "a", encoding="utf-8") if active else None  # noqa: SIM115 - closed in close()
-        self._bar: Progress | None = None
-        if active and not quiet and self._console.is_terminal:
-            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
-            self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
-            self._bar.start()
+        self._num_steps, self._first_step, self._step_seconds = num_steps, first_step, 0.0
+        self._file = open(path if active else os.devnull, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+        no_bar = self._console.quiet or not self._console.is_terminal
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, disable=no_bar)
+        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
+        self._bar.start()
 
     def say(self, line: str) -> None:
         """Print one line."""
@@ -67,9 +67,8 @@ class MetricsLog:
         state += f"  {values['share_of_peak']:.0%} of peak  {values['memory_bytes'] / 1e9:.1f} GB"
         if "loss_scale" in values:
             state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=values["step"], state=state)
-        elif self._active:
+        self._bar.update(self._task, completed=values["step"], state=state)
+        if self._bar.disable:
             every = max(1, (self._num_steps - self._first_step) // LINES_WITHOUT_TERMINAL)
             if values["step"] % every == 0 or values["step"] in (self._first_step + 1, self._num_steps):
                 done = values["step"] - self._first_step
@@ -83,9 +82,8 @@ class MetricsLog:
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-            self._file.flush()
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
         shown = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         for log, _ in self._trackers:
             log(shown, values["step"])
@@ -94,7 +92,5 @@ class MetricsLog:
         """Stop the bar and close the file and the trackers."""
         for _, finish in self._trackers:
             finish()
-        if self._bar is not None:
-            self._bar.stop()
-        if self._file is not None:
-            self._file.close()
+        self._bar.stop()
+        self._file.close()

@@ -111,15 +111,15 @@ def evaluate_run(model: Model, data: str | Path, base: Model | None = None, **op
 
 def judge_models(
     models: Sequence[Model], data: str | Path | None = None, base: Model | None = None, general: str | None = None,
-    scorer: str | None = None, by: str | None = None, suite: Sequence[str] | None = None, limit: int | None = None,
+    scorer: str | None = None, suite: Sequence[str] | None = None, limit: int | None = None,
     template_arguments: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **options: Any,
 ) -> Judgement:  # fmt: skip
     """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings
     its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
-    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: what judges
-    (of verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``settings``: keys of the
-    recipe's data section; default those of the first model's run; ``template_arguments`` go before. ``options``: of
-    ``_measure``. Raises DataError where no row can be used, ModelError, ConfigError."""
+    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``suite``: tasks of
+    lm-eval. ``limit``: only the first rows. ``settings``: keys of the recipe's data section; default those of the first
+    model's run; ``template_arguments`` go before. ``options``: of ``_measure``. Raises DataError, ModelError,
+    ConfigError."""
     places, runs = list(models), []
     for index, model in enumerate(models):
         if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
@@ -131,9 +131,8 @@ def judge_models(
         config, held_out = read_json(runs[0] / run_folder.CONFIG), runs[0] / run_folder.HELD_OUT
         data = data or (held_out if held_out.is_file() else config["data"]["eval"])
         base = base or config["model"]["path"]
-    if not data or (by and not base and len(models) == 1):
-        problem = "There is nothing to compare with, so nothing to judge by." if data else "There are no held-out rows."
-        raise ConfigError(problem, f"Name it: {'--base MODEL' if data else '--data FILE'}")
+    if not data:
+        raise ConfigError("There are no held-out rows.", "Name them: --data FILE")
     with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
         harness = import_module("lm_eval") if suite else None
     settings = _facts_of(places[0]).get("settings", {}) if settings is None else settings
@@ -146,7 +145,7 @@ def judge_models(
     names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
     results = [_measure(*pair, rows, section, score, **options) for pair in zip(places, names, strict=True)]
     hours = dict(zip(names, map(_device_hours, places), strict=True)) | {"base": None}
-    found = [compare(*pair, by, pair[0].name == "base" and hours[pair[1].name]) for pair in combinations(results, 2)]
+    found = [compare(*pair, pair[0].name == "base" and hours[pair[1].name]) for pair in combinations(results, 2)]
     kept: dict[str, Any] = {}
     with Blame(ConfigError, f"lm-eval cannot run {', '.join(suite or ())}", "All its tasks: lm-eval ls tasks"):
         for result in results if suite else ():
@@ -158,9 +157,7 @@ def judge_models(
     return judgement
 
 
-def judge_recipe(
-    config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None, **options: Any
-) -> Judgement:
+def judge_recipe(config: RunConfig, scorer: str | None = None, limit: int | None = None, **options: Any) -> Judgement:
     """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what is to be gained,
     and the smallest difference that so many rows show. Nothing is trained. Takes and raises as judge_models."""
     section, examples, rows = config.data, [], []
@@ -179,7 +176,7 @@ def judge_recipe(
         told = [_with_examples(row, examples) for row in rows[:limit]]
         name = f"base with {len(examples)} training rows in its prompt"
         results.append(_measure(answerer, name, told, section, score, **options))
-    return Judgement(data, tuple(results), (compare(results[0], results[-1], by, text="before"),), scorer)
+    return Judgement(data, tuple(results), (compare(results[0], results[-1], text="before"),), scorer)
 
 
 def _measure(
@@ -254,17 +251,17 @@ def _measure_loss(
             elif not any(part.supervised[1:]):
                 left_out.append(f"{row.origin}: no supervised token (loss)")
             else:
-                used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
+                used.append((np.array(part.ids), np.array(part.supervised)))
         if used:
-            sizes, counts = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
-            alone = SimpleNamespace(row=used.__getitem__, lengths=np.array(sizes), supervised=np.array(counts))
+            sizes, counts = np.transpose([(len(ids), marks[1:].sum()) for ids, marks in used])
+            alone = SimpleNamespace(row=used.__getitem__, lengths=sizes, supervised=counts)
             loss = held_out_loss(model, alone, (1, "rows"), answerer.pad_id, device)
-            losses.append((place, row.origin, loss * sum(counts), sum(counts)))
+            losses.append((place, row.origin, loss * int(counts.sum()), int(counts.sum())))
     if not losses:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
     nats, tokens = (sum(each[place] for each in losses) for place in (2, 3))
-    found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens}
-    return found | {"row_losses": tuple(losses), "left_out": tuple(left_out)}
+    found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens, "row_losses": tuple(losses)}
+    return found | {"left_out": tuple(left_out)}
 
 
 def _answers(

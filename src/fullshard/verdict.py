@@ -9,8 +9,6 @@ import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from fullshard.errors import ConfigError
-
 Facts = dict[str, Any]
 DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
 EVIDENCE = 0.05  # a difference this likely by chance, or less, is one
@@ -37,9 +35,9 @@ def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple
     return float(low), float(high), float((1 + as_far.sum()) / (1 + DRAWS))
 
 
-def compare(before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = "") -> Facts:
+def compare(before: Any, after: Any, hours: float | None = None, text: str = "") -> Facts:
     """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
-    judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
+    judges (the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
     difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
     forgets, none, worse) and ``text``: in words (key of verdict.yaml). ``hours``: of devices, to train ``after``."""
     said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
@@ -49,10 +47,8 @@ def compare(before: Any, after: Any, by: str | None = None, hours: float | None 
         if known := [each for each in values if each[1] is not None]:
             measures[name] = _paired(known)
     measures["loss"] = _losses(before, after)
-    if by and by not in measures:
-        raise ConfigError(f"--by {by}: these rows have {', '.join(measures)}.", "Take one of them, or leave it out.")
     rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < RARE
-    measure = by or next(name for name in measures if name != "exact" or not rare)
+    measure = next(name for name in measures if name != "exact" or not rare)
     found, sign = measures[measure], -1 if measure == "loss" else 1
     general = _losses(before.general, after.general) if before.general and after.general else None
     verdict, forgets = "none", general and general["low"] > 0 and general["share"] >= FORGETTING

@@ -5,7 +5,6 @@ An assistant turn lies between two prefixes: the prompt before it, with the gene
 and with the turn. Where all turns begin the whole conversation it is one training row, else each is a row of its own.
 Inside a turn ``{% generation %}`` markers decide. A template that allows none of this is refused."""
 
-import hashlib
 import json
 import logging
 import re
@@ -74,9 +73,7 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
 
 def num_embeddings(model: Path) -> int | None:
     """Rows of the embedding by the model's config.json; None where it does not say."""
-    if not (model / "config.json").is_file():
-        return None
-    settings = read_json(model / "config.json")
+    settings = read_json(model / "config.json", optional=True)
     size = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
     return int(size) if size else None
 
@@ -102,16 +99,6 @@ def choose_pad_id(tokenizer: Any) -> int:
     return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
 
 
-def template_hash(tokenizer: Any) -> str | None:
-    """First 16 hex digits of the SHA-256 of the chat template, or of all where there are several; None without one."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if (text := _template_text(tokenizer)) else None
-
-
-def _template_text(tokenizer: Any) -> str:
-    template = tokenizer.chat_template or ""
-    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-
-
 class Renderer:
     """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all".
     ``template_arguments``: variables of the chat template; DataError for one that it never reads."""
@@ -120,7 +107,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, loss_on: str = "assistant", template_arguments: Variables = None) -> None:
         self.tokenizer, self.loss_on, self.arguments = tokenizer, loss_on, dict(template_arguments or {})
-        self._template = _template_text(tokenizer)
+        template = tokenizer.chat_template or ""  # or several by name
+        self._template = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
         self._tools: list[Any] | None = None  # of the conversation at hand
         self._whole: tuple[list[Message], str, Encoded] = ([], "", Encoded([], []))  # the last one: asked for twice

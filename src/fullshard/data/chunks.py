@@ -108,7 +108,7 @@ class ChunkRenderer:
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
-        book.measure(length)
+        book.longest = max(book.longest, length)
         ids, supervised = rendered.ids, rendered.supervised
         if length > limit:
             ids, supervised = ids[:limit], supervised[:limit]

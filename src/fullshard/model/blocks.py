@@ -15,11 +15,8 @@ def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
 
 def find_decoder(model: nn.Module) -> nn.Module:
     """The part of a causal language model before its head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is not None and decoder is not model:
-        return decoder
-    found = getattr(model, model.base_model_prefix, None)
-    return found if found is not None else find_blocks(model)[0]  # llama4_text's prefix names no attribute
+    decoder = model.get_decoder()
+    return decoder if decoder is not model else find_blocks(model)[0]  # llama4_text's prefix names no attribute
 
 
 def is_tied(model: nn.Module) -> bool:

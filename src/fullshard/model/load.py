@@ -4,6 +4,7 @@ where answers stop, and generation configs, of which transformers refuses to sav
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class WeightFiles:
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self.files = [folder / file for file in weight_names(folder)]
-        self._places: dict[str, Any] = {}
+        self._places: dict[str, Any] = {}  # the open file of each tensor
         for file in self.files:
             with Blame(ModelError, f"{file} is damaged", "Download this file again."):
                 handle = safe_open(file, framework="pt")
@@ -162,24 +163,19 @@ def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A generation config that transformers accepts, and one line for each change. Greedy configs lose their sampling
     settings, which had no effect; what still is refused is reduced to its token ids."""
     result, notes = dict(values), []
-    if _problem(values) is None:
-        return result, notes
-    idle = dict.fromkeys(() if result.get("do_sample") else FACTS["sampling_only"], "greedy, do_sample is off")
-    idle |= dict.fromkeys(() if (result.get("num_beams") or 1) > 1 else FACTS["beams_only"], "one beam")
-    for key, kind in idle.items():
-        alone = {name: result[name] for name in (key, "do_sample", "num_beams") if name in result}
-        if key in result and _problem(alone):
-            without_effect = f"{key} {result.pop(key)} has no effect ({kind})"
-            notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
-    if (problem := _problem(result)) is not None:
+    while idle := re.match(r"`(\w+)`: .* only used in (sample|beam)", problem := _problem(result)):
+        kind = {"sample": "greedy, do_sample is off", "beam": "one beam"}[idle[2]]
+        without_effect = f"{idle[1]} {result.pop(idle[1])} has no effect ({kind})"
+        notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
+    if problem:
         dropped = [key for key in result if key not in FACTS["token_keys"]]
         result = {key: result[key] for key in FACTS["token_keys"] if key in result}
         notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
     return result, notes
 
 
-def _problem(values: dict[str, Any]) -> str | None:
-    """Why transformers would refuse to save ``values``, or None."""
+def _problem(values: dict[str, Any]) -> str:
+    """Why transformers would refuse to save ``values``, or nothing."""
     logger = logging.getLogger("transformers.generation.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -190,4 +186,4 @@ def _problem(values: dict[str, Any]) -> str | None:
         return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
     finally:
         logger.setLevel(level)
-    return None
+    return ""

@@ -49,7 +49,8 @@ def test_marked_text_is_seen_in_black_and_white_too():
 
 
 def test_text_keeps_its_line_breaks():
-    assert "<pre>\n\nfirst\n  second<mark>\n</mark></pre>" in HTML.marked("h", [("\nfirst\n  second", False), ("\n", True)])
+    made = HTML.marked("h", [("\nfirst\n  second", False), ("\n", True)])
+    assert "<pre>\n\nfirst\n  second<mark>\n</mark></pre>" in made
 
 
 def test_numbers_have_separators_and_stand_right():

@@ -11,6 +11,7 @@ import numpy as np
 from fullshard.config import DataSection
 from fullshard.data import audit, chat
 from fullshard.data.batch_render import BatchRenderer
+from fullshard.data.files import refusal
 from fullshard.data.sources import Row
 from fullshard.errors import DataError, UserError
 
@@ -127,8 +128,7 @@ class ChunkRenderer:
             return problem
         largest = max(ids)
         if self._num_embeddings is not None and largest >= self._num_embeddings:
-            outside = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
-            raise DataError(f"{row.origin}: {outside}", "Tokenizer and model do not belong together; check model.path.")
+            raise refusal("id_outside", origin=row.origin, id=largest, rows=self._num_embeddings)
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit

@@ -118,8 +118,7 @@ def judge_models(
     its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
     shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``suite``: tasks of
     lm-eval. ``limit``: only the first rows. ``settings``: keys of the recipe's data section; default those of the first
-    model's run; ``template_arguments`` go before. ``options``: of ``_measure``. Raises DataError, ModelError,
-    ConfigError."""
+    model's run; ``template_arguments`` go before. ``options``: of ``_measure``. DataError, ModelError, ConfigError."""
     places, runs = list(models), []
     for index, model in enumerate(models):
         if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
@@ -183,8 +182,8 @@ def _measure(
     model: Model, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
     general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Any = None,
 ) -> EvalResult:  # fmt: skip
-    """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``progress``:
-    called with what is being done, rows done and rows in all."""
+    """What a model achieves on rows. ``max_new_tokens``: default by the longest expected answer. ``progress``: called
+    with what is being done, rows done and rows in all."""
     gc.collect()  # the weights of a model measured before go first
     say_done = progress or (lambda what, done, total: None)
     answerer = load_for_inference(model, section.template_arguments)
@@ -235,9 +234,7 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
     return replace(row, messages=[*row.messages[:start], *told, *row.messages[start:]])
 
 
-def _measure_loss(
-    answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Callable[[int, int], None]
-) -> dict[str, Any]:
+def _measure_loss(answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Any) -> dict[str, Any]:
     """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
     limit, model, device = answerer.max_positions or NO_LIMIT, LossModel(answerer.model), answerer.model.device
     renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
@@ -302,8 +299,7 @@ def _conclusion(answer: str) -> str:
 
 
 def _load_scorer(path: str, data: str, source: str) -> Scorer:
-    """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
-    messages, prompt and expected where that has no such keys."""
+    """The user's ``score(answer, row)``. ``row``: the record, where its line holds one; messages, prompt, expected."""
     with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
         score = runpy.run_path(path)["score"]
     records: dict[str, list[Any]] = defaultdict(list)

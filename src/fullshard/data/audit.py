@@ -17,8 +17,7 @@ LARGEST = ("longest", "longest_written")  # of these figures the largest counts,
 
 @dataclass
 class Audit(Account):
-    """An account of source rows from here on, of one split or a part of it: ``used`` where at least one training row is
-    kept, ``places`` also by a figure's name."""
+    """An account of source rows from here on, of (a part of) a split; ``used``: at least one training row is kept."""
 
     rows: int = 0  # source rows read, without copies by weight
     prepared: int = 0  # training rows written: copies, pieces of texts, rows per answer too
@@ -40,7 +39,7 @@ class Audit(Account):
     not_rendered: list[tuple[str, str]] = field(default_factory=list)  # the first: message, hint
 
     def count(self, figure: str, origin: str) -> None:
-        """Count a row in one of the figures, and its place."""
+        """Count a row in one of the figures, and its place under the figure's name."""
         setattr(self, figure, getattr(self, figure) + 1)
         self.note(figure, origin)
 

@@ -1,5 +1,4 @@
-"""From messages or text to token ids and the mask of supervised tokens, for any chat template: the one place where ids
-are made.
+"""From messages or text to token ids and the mask of supervised tokens, for any chat template. Only here are ids made.
 
 An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
 and with the turn. Where all turns begin the whole conversation it is one training row, else each is a row of its own.

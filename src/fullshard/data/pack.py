@@ -26,19 +26,15 @@ def windows(
     """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens a row. ``quantity``:
     (64, "rows"), or (65536, "tokens"): rows until the next would exceed it, one at least. ``drop_last``: no smaller."""
     count, unit = quantity
-    order = shuffle(len(lengths), seed, epoch)
-    if unit == "rows":
-        found = [order[start : start + count] for start in range(0, len(order), count)]
-    else:
-        found, start, filled = [], 0, 0
-        for place, length in enumerate(lengths[order].tolist()):
-            if place > start and filled + length > count:
-                found.append(order[start:place])
-                start, filled = place, 0
-            filled += length
-        found.append(order[start:])
-    last = len(found[-1]) if unit == "rows" else int(lengths[found[-1]].sum())
-    return found[:-1] if drop_last and last < count else found
+    order, sizes = shuffle(len(lengths), seed, epoch), lengths if unit == "tokens" else np.ones_like(lengths)
+    found, start, filled = [], 0, 0
+    for place, size in enumerate(sizes[order].tolist()):
+        if place > start and filled + size > count:
+            found.append(order[start:place])
+            start, filled = place, 0
+        filled += size
+    found.append(order[start:])
+    return found[:-1] if drop_last and filled < count else found
 
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:

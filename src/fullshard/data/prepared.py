@@ -105,9 +105,8 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
     a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``train`` and ``eval``
-    (Audit.to_json, or None), ``stop_ids`` (most frequent first) of the training rows, ``exact_duplicates`` and
-    ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines).
-    DataError for what cannot be trained on."""
+    (Audit.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
+    that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines). Raises DataError."""
     folder = Path(folder)
     config = with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
@@ -303,8 +302,7 @@ def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tup
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
-    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them; not
-    those that the template refuses."""
+    """Write the rows that ``data.eval`` (a share) sets apart, and the template takes, as JSONL for ``eval``."""
     held = (row for split, row in read_splits(config, {"train": Account()}) if split == "eval")
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     renderer = chat.Renderer(tokenizer, config.data.loss_on, config.data.template_arguments)

@@ -41,8 +41,6 @@ class Row:
     @property
     def content(self) -> str:
         """Everything the row says, as one string; equal rows have equal strings."""
-        if self.messages is not None and not self.tools and all(len(message) == 2 for message in self.messages):
-            return "\0".join(f"{message['role']}\0{message['content']}" for message in self.messages)
         return json.dumps([self.messages, self.text, self.tools], default=str)
 
 

@@ -36,8 +36,7 @@ class Workers:
             self._process.wait()
 
     def in_order(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held. Raises
-        EOFError or ConnectionError where a child was killed."""
+        """What ChunkRenderer makes of each chunk, in order. EOFError or ConnectionError where a child was killed."""
         source, done, number, given = iter(chunks), {}, 0, 0
         chunk = next(source, None)
         while chunk is not None or given < number:

@@ -21,7 +21,7 @@ def round_step(largest: float, most: int) -> int:
 @cache
 def page_words(name: str, lang: str) -> dict[str, Any]:
     """The words of NAME.yaml of this folder in a language: en, zh."""
-    return yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))[lang]
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))[lang]
 
 
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
@@ -32,9 +32,7 @@ def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
     return path
 
 
-_FOLDER = Path(__file__).parent
-_ENVIRONMENT = Environment(
-    trim_blocks=True, loader=FileSystemLoader(_FOLDER), undefined=StrictUndefined, autoescape=True
-)
+_LOADER = FileSystemLoader(Path(__file__).parent)
+_ENVIRONMENT = Environment(loader=_LOADER, undefined=StrictUndefined, trim_blocks=True, autoescape=True)
 _ENVIRONMENT.globals |= {"round_step": round_step, "amount": amount, "say": say, "verdict_words": words}
 HTML: Any = _ENVIRONMENT.get_template("page.html").module  # the macros

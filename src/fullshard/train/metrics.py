@@ -18,8 +18,7 @@ LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal c
 
 
 def start_tracker(name: str, run: Path) -> Tracker:
-    """tensorboard: event files in the run folder. wandb, swanlab: in project fullshard, where their own settings say
-    (WANDB_MODE=offline, SWANLAB_MODE=local: the run folder)."""
+    """tensorboard: in the run folder. wandb, swanlab: where WANDB_MODE and SWANLAB_MODE say, in project fullshard."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -63,22 +62,20 @@ class MetricsLog:
         """Record a training step: step, loss, gradient_norm, learning_rate, tokens, tokens_per_second, memory_bytes."""
         self.record("train", **values)
         self._step_seconds += values["seconds"]
+        step, first, last = values["step"], self._first_step, self._num_steps
         state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
         state += f"  {values['share_of_peak']:.0%} of peak  {values['memory_bytes'] / 1e9:.1f} GB"
         if "loss_scale" in values:
             state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
-        self._bar.update(self._task, completed=values["step"], state=state)
-        if self._bar.disable:
-            every = max(1, (self._num_steps - self._first_step) // LINES_WITHOUT_TERMINAL)
-            if values["step"] % every == 0 or values["step"] in (self._first_step + 1, self._num_steps):
-                done = values["step"] - self._first_step
-                left = self._step_seconds / done * (self._num_steps - values["step"])
-                self.say(f"step {values['step']}/{self._num_steps}  {state}  {left:.0f} s left")
-        done = min(STEPS_TO_JUDGE, self._num_steps - self._first_step)
-        if values.get("planned_seconds") and values["step"] == self._first_step + done:
+        self._bar.update(self._task, completed=step, state=state)
+        every = max(1, (last - first) // LINES_WITHOUT_TERMINAL)
+        if self._bar.disable and (step % every == 0 or step in (first + 1, last)):
+            left = self._step_seconds / (step - first) * (last - step)
+            self.say(f"step {step}/{last}  {state}  {left:.0f} s left")
+        if values.get("planned_seconds") and step == min(first + STEPS_TO_JUDGE, last):
             low, high = values["planned_seconds"]
             peak = f"peak {values['memory_bytes'] / 1e9:.2f} GB a rank, planned {values['planned_bytes'] / 1e9:.2f} GB"
-            self.say(f"step {values['step']}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
+            self.say(f"step {step}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""

@@ -32,7 +32,6 @@ from fullshard.run_folder import read_json, read_metrics
 from fullshard.train.loss import LossModel, held_out_loss
 from fullshard.verdict import compare, say, words
 
-NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
@@ -182,8 +181,7 @@ def _measure(
     model: Model, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
     general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Any = None,
 ) -> EvalResult:  # fmt: skip
-    """What a model achieves on rows. ``max_new_tokens``: default by the longest expected answer. ``progress``: called
-    with what is being done, rows done and rows in all."""
+    """What a model achieves on rows. ``progress``: called with what is being done, rows done and rows in all."""
     gc.collect()  # the weights of a model measured before go first
     say_done = progress or (lambda what, done, total: None)
     answerer = load_for_inference(model, section.template_arguments)
@@ -236,7 +234,7 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
 
 def _measure_loss(answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Any) -> dict[str, Any]:
     """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
-    limit, model, device = answerer.max_positions or NO_LIMIT, LossModel(answerer.model), answerer.model.device
+    limit, model, device = answerer.max_positions or math.inf, LossModel(answerer.model), answerer.model.device
     renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
     losses, left_out = [], []
     for place, row in enumerate(rows):
@@ -272,7 +270,7 @@ def _answers(
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
     most = most or max(map(len, taught)) + SPARE_TOKENS
-    limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
+    limit, fitting, prompts, left_out = answerer.max_positions or math.inf, [], [], []
     for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < most:

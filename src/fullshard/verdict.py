@@ -36,10 +36,10 @@ def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple
 
 
 def compare(before: Any, after: Any, hours: float | None = None, text: str = "") -> Facts:
-    """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
-    judges (the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
-    difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
-    forgets, none, worse) and ``text``: in words (key of verdict.yaml). ``hours``: of devices, to train ``after``."""
+    """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the first that
+    fits judges: ``measure``, its values, ``smallest``, the least difference that so many rows can show; ``general``
+    (loss), ``answers`` (tokens, refusals), ``verdict`` (keep, forgets, none, worse), ``text`` (in words, by a key of
+    verdict.yaml). ``hours``: of devices, to train ``after``."""
     said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
     rows, measures = [row for row in said[0] if row in said[1]], {}
     for name, key in MEASURES.items():

@@ -47,14 +47,12 @@ class Rendered:
 
 
 Encoded = namedtuple("Encoded", "ids offsets")  # a text's token ids, and the characters [start, end) of each
-# The assistant turn messages[place] in ``encoded`` (the text up to and with it): tokens [start, end); ``stop``: its
-# end-of-turn token, always at end - 1, or None.
+# The turn messages[place] in ``encoded`` (the text up to its end): tokens [start, end); ``stop``: end - 1, or None
 Turn = namedtuple("Turn", "place encoded start end stop")
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
-    """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none, and
-    where a token is none to add: it has a trained row already."""
+    """The tokenizer of a model folder with ``add_tokens``. ModelError: there is none, or it has one of these."""
     from transformers import AutoTokenizer
 
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):

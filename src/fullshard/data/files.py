@@ -1,6 +1,5 @@
-"""Where rows come from: file formats, folders and data set ids, as records with the line (Parquet, data sets: row) at
-which each begins. Where the borders between rows are lost (a damaged JSON list, CSV quotes, a compressed stream,
-Parquet), reading stops; all else that is wrong with a row is a BadRow."""
+"""Records of files, folders and data set ids, with the line (Parquet, data sets: row) at which each begins. Where the
+borders between rows are lost (JSON list, CSV quotes, compressed, Parquet), reading stops; all else is a BadRow."""
 
 import csv
 import io
@@ -185,16 +184,12 @@ def _read_csv(path: Path) -> Iterator[Record]:
 
 
 def _read_text(path: Path) -> Iterator[Record]:
-    start, lines = 1, []
     with _open(path) as file:
-        for number, line in enumerate(itertools.chain(file, [""]), 1):
-            if line.strip():
-                lines.append(line)
-                continue
-            if lines:
-                text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
+        for is_text, numbered in itertools.groupby(enumerate(file, 1), lambda each: bool(each[1].strip())):
+            (start, first), *others = numbered
+            if is_text:
+                text = "".join([first, *(line for _, line in others)]).replace("\r\n", "\n").removesuffix("\n")
                 yield start, BadRow(f"{path}:{start}", "not UTF-8, or a NUL byte") if _no_text(text) else {"text": text}
-            start, lines = number + 1, []
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -59,8 +59,7 @@ def lay_out(
     """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids, each whole and in
     one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
     a sequence holds at most ``max_length`` tokens, else one row. ``micro``: (4, "rows"), at most 4 sequences, or (4096,
-    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar lengths lie together, similar
-    areas side by side on the ranks: a step takes as long as its slowest rank."""
+    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar areas lie side by side."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))

@@ -25,6 +25,7 @@ from fullshard.config import RunConfig
 from fullshard.data import audit, chat
 from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chunks import RECORD, Part, cut_chunks
+from fullshard.data.files import refusal
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
 from fullshard.data.workers import Workers
 from fullshard.device import num_cores
@@ -84,8 +85,7 @@ class PreparedData:
         return f"{self.meta['files'][self._columns['files'][number]]}:{self._columns['lines'][number]}"
 
     def source_rows(self, part: int = 0, parts: int = 1) -> np.ndarray:
-        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it. ``part``:
-        only those whose content's hash leaves it when divided by ``parts``."""
+        """The first row (int64) of each source row; of those whose content's hash modulo ``parts`` is ``part``."""
         found = []
         for start in range(0, len(self), PIECE_ROWS):
             rows = slice(max(0, start - 1), start + PIECE_ROWS)
@@ -107,8 +107,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``train`` and ``eval``
     (Audit.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
     that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines). Raises DataError."""
-    folder = Path(folder)
-    config = with_model_folder(config, weights=False)
+    folder, config = Path(folder), with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         num_embeddings = max(num_embeddings, 1 + max(chat.added_ids(tokenizer, config.model.add_tokens), default=0))
@@ -132,8 +131,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
                 (partial / left).unlink()
             publish_folder(partial, folder)
         except (EOFError, ConnectionError):
-            problem = "A process that tokenises rows has ended: killed, often for memory, or broken."
-            raise DataError(problem, "The rows done are kept: start the same command again.") from None
+            raise refusal("worker_ended") from None
         except UserError:  # another input is needed, so that this part would not be gone on with
             shutil.rmtree(partial)
             raise
@@ -176,9 +174,8 @@ class _Split:
     def append(self, part: Part) -> None:
         """Write what a chunk has for this split."""
         self.names |= dict.fromkeys(part.files)
-        places = {name: number for number, name in enumerate(self.names)}
-        records = np.array(part.records, dtype=RECORD)
-        records["files"] = np.array([places[name] for name in part.files], dtype=np.int32)[records["files"]]
+        records, names = np.array(part.records, dtype=RECORD), list(self.names)
+        records["files"] = np.array([names.index(name) for name in part.files], dtype=np.int32)[records["files"]]
         columns = {"tokens": part.tokens, "supervised": part.supervised}
         for name, values in (columns | {name: records[name] for name in RECORD.names or ()}).items():
             self.files[name].write(bytes(values))

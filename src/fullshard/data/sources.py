@@ -110,8 +110,7 @@ def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account:
         account.copies -= held * (len(group) - 1)
         yield from ((row, held) for row in (group[:1] if held else group))
     if not kept:
-        count = "1 row" if seen == 1 else f"{seen} rows"
-        raise DataError(f"data.eval={share} of {count} leaves nothing to train on.", "Add rows, or set data.eval=null.")
+        raise refusal("all_set_apart", share=share, rows="1 row" if seen == 1 else f"{seen} rows")
 
 
 def _draw(items: Iterator[Any], share: float, chance: random.Random, least: int = 0) -> Iterator[tuple[Any, bool]]:
@@ -191,8 +190,7 @@ def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin
     for name, part in columns.items():
         if name in required or record.get(name) not in (None, ""):
             names[part].append(name)
-    if not record.keys() <= columns.keys():
-        unused.update(dict.fromkeys(name for name in record if name not in columns))
+    unused.update(dict.fromkeys(name for name in record if name not in columns))
     if names["text"]:
         if data.system is not None or data.loss_on == "last":
             raise refusal("no_turns", origin=origin)

@@ -44,22 +44,17 @@ class Audit(Account):
         self.note(figure, origin)
 
     def add(self, later: "Audit") -> None:
-        """Take in the account of the rows that follow."""
+        """Take in the account of the rows that follow; its counts may be plain dicts, as ``vars`` read from JSON."""
         for name, value in vars(later).items():
             mine = getattr(self, name)
-            if isinstance(value, Counter):
+            if isinstance(mine, Counter):
                 mine.update(value)
-            elif isinstance(value, dict):
+            elif isinstance(mine, dict):
                 mine.update({what: (mine.get(what, []) + places)[:KEPT] for what, places in value.items()})
-            elif isinstance(value, list):
+            elif isinstance(mine, list):
                 mine.extend(value[: 1 - len(mine)])
-            elif isinstance(value, int):
+            else:
                 setattr(self, name, max(mine, value) if name in LARGEST else mine + value)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Audit":
-        """What ``vars`` of an audit was, written as JSON and read again."""
-        return cls(**values | {name: Counter(values[name]) for name in ("dropped", "bad", "refused", "stops")})
 
     def to_json(self, account: Account) -> dict[str, Any]:
         """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""

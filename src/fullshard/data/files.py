@@ -131,7 +131,7 @@ def _read_json(path: Path) -> Iterator[Record]:
     text, place, line, marks, block = "", 0, 1, ("[", "[]"), " "
     with _open(path) as file:
         while block:
-            block = file.read(BLOCK + len(text) - place)  # a value longer than a block: twice as much each time
+            block = file.read(BLOCK)
             text, place = text[place:] + block, 0
             while True:
                 mark = MARK.match(text, place)
@@ -150,9 +150,10 @@ def _read_json(path: Path) -> Iterator[Record]:
                 except BadRow as error:
                     value = error
                 except (ValueError, RecursionError) as error:
-                    if block:  # which may have cut the value off
+                    at = getattr(error, "pos", -1)  # JSONDecodeError has it; the block may have cut the value off
+                    if block and (str(error).startswith("Unterminated") or at > len(text.rstrip()) - 16):
                         break
-                    number += text.count("\n", start, getattr(error, "pos", start))  # JSONDecodeError has it
+                    number += text.count("\n", start, max(at, start))
                     raise DataError(f"{path}:{number}: {_json_trouble(error)}.", "Repair the list.") from None
                 if end == len(text) and block:  # a number may go on in the next block
                     break

@@ -154,8 +154,9 @@ class _Split:
     """One split on its way to disk, chunk after chunk. ``state``: what the journal says of it, None for a new one."""
 
     def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
-        state = state or {"audit": vars(audit.Audit()), "files": [], "digest": ""}
-        self.folder, self.files, self.book = folder, {}, audit.Audit.from_json(state["audit"])
+        state = state or {"audit": {}, "files": [], "digest": ""}
+        self.folder, self.files, self.book = folder, {}, audit.Audit()
+        self.book.add(audit.Audit(**state["audit"]))
         self.names = dict.fromkeys(state["files"])  # of the files that rows come from, in order
         self.digest: str = state["digest"]
         folder.mkdir(exist_ok=True)

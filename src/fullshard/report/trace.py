@@ -18,18 +18,15 @@ def write_trace(found: dict[str, Any], path: Path, lang: str = "en") -> dict[str
     for event in every:
         event["seconds"] -= begin
     counts = Counter((event["what"], event["unit"]) for event in ranks[0])
-    rows = []
     for unit in units:
         unit["counted"] = {kind: counts[kind, unit["unit"]] for kind in unit["planned"]}
-        both = [f"{unit['counted'][kind]} / {unit['planned'][kind]}" for kind in unit["planned"]]
-        rows.append([unit["unit"], words[unit["strategy"]], unit["parameters"], unit["bytes"], *both])
     found["seconds"], found["peak_bytes"] = (max(event[key] for event in every) for key in ("seconds", "held_bytes"))
     facts = {kind: sum(unit["counted"][kind] for unit in units) for kind in ("gather", "reduce")} | found
     facts |= {"milliseconds": found["seconds"] * 1e3, "peak": format_bytes(found["peak_bytes"])}
     verdict = words["right" if all(unit["counted"] == unit["planned"] for unit in units) else "wrong"]
     found["report"] = [*(line.format(**facts) for line in words["report"]), verdict]
     drawing = HTML.timeline([(_spans(events), events) for events in ranks], facts, words)
-    path = write_page("trace", path.with_suffix(".html"), lang, report=found["report"], drawing=drawing, rows=rows)
+    path = write_page("trace", path.with_suffix(".html"), lang, report=found["report"], drawing=drawing, units=units)
     path.with_suffix(".svg").write_text(f"{drawing.strip()}\n", encoding="utf-8")
     write_json(path.with_suffix(".json"), found)
     return found | {"report": [*found["report"], f"Page: {path}"]}

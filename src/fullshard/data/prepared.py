@@ -157,8 +157,7 @@ class _Split:
         state = state or {"audit": {}, "files": [], "digest": ""}
         self.folder, self.files, self.book = folder, {}, audit.Audit()
         self.book.add(audit.Audit(**state["audit"]))
-        self.names = dict.fromkeys(state["files"])  # of the files that rows come from, in order
-        self.digest: str = state["digest"]
+        self.names, self.digest = dict.fromkeys(state["files"]), state["digest"]  # of the rows' files, in order
         folder.mkdir(exist_ok=True)
         for name, kind in COLUMNS.items():
             path, right = folder / f"{name}.safetensors", HEADER_BYTES + kind.itemsize * self._count(name)

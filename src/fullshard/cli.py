@@ -127,7 +127,7 @@ def _eval(models: list[str], data: str | None, show: int, **options: Any) -> Ite
     if data is None and len(models) == 2 and not Path(models[1]).is_dir():
         *models, data = models
     if models[0].endswith((".yaml", ".yml")):
-        own = {key: options.pop(key) for key in ("scorer", "by", "limit", "max_new_tokens")}
+        own = {key: options.pop(key) for key in ("scorer", "limit", "max_new_tokens")}
         if models[1:] or data or any(options.values()):
             raise UserError("A recipe brings its own base, rows and settings.", f"fullshard eval {models[0]}")
         result = fullshard.judge_recipe(fullshard.load_config(models[0]), **own)

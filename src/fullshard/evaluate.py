@@ -32,7 +32,6 @@ from fullshard.run_folder import read_json, read_metrics
 from fullshard.train.loss import LossModel, held_out_loss
 from fullshard.verdict import compare, say, words
 
-NO_LIMIT = 1 << 30
 SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one that runs on is seen to be wrong
 NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
@@ -111,15 +110,14 @@ def evaluate_run(model: Model, data: str | Path, base: Model | None = None, **op
 
 def judge_models(
     models: Sequence[Model], data: str | Path | None = None, base: Model | None = None, general: str | None = None,
-    scorer: str | None = None, by: str | None = None, suite: Sequence[str] | None = None, limit: int | None = None,
+    scorer: str | None = None, suite: Sequence[str] | None = None, limit: int | None = None,
     template_arguments: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **options: Any,
 ) -> Judgement:  # fmt: skip
     """Compare models with ``base`` and each other on the same rows. A run folder stands for its merged model, brings
     its base and held-out rows where none are named, and keeps the result as eval.json. ``general``: rows whose loss
-    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``by``: what judges
-    (of verdict.MEASURES). ``suite``: tasks of lm-eval. ``limit``: only the first rows. ``settings``: keys of the
-    recipe's data section; default those of the first model's run; ``template_arguments`` go before. ``options``: of
-    ``_measure``. Raises DataError where no row can be used, ModelError, ConfigError."""
+    shows forgetting. ``scorer``: a Python file with ``score(answer, row) -> float``, which is run. ``suite``: tasks of
+    lm-eval. ``limit``: only the first rows. ``settings``: keys of the recipe's data section; default those of the first
+    model's run; ``template_arguments`` go before. ``options``: of ``_measure``. DataError, ModelError, ConfigError."""
     places, runs = list(models), []
     for index, model in enumerate(models):
         if isinstance(model, str | Path) and (Path(model) / run_folder.RECIPE).is_file():
@@ -131,9 +129,8 @@ def judge_models(
         config, held_out = read_json(runs[0] / run_folder.CONFIG), runs[0] / run_folder.HELD_OUT
         data = data or (held_out if held_out.is_file() else config["data"]["eval"])
         base = base or config["model"]["path"]
-    if not data or (by and not base and len(models) == 1):
-        problem = "There is nothing to compare with, so nothing to judge by." if data else "There are no held-out rows."
-        raise ConfigError(problem, f"Name it: {'--base MODEL' if data else '--data FILE'}")
+    if not data:
+        raise ConfigError("There are no held-out rows.", "Name them: --data FILE")
     with Blame(ConfigError, "--suite needs lm-eval, not installed here", 'pip install "fullshard[suite]"'):
         harness = import_module("lm_eval") if suite else None
     settings = _facts_of(places[0]).get("settings", {}) if settings is None else settings
@@ -146,7 +143,7 @@ def judge_models(
     names = ["base"] * (base is not None) + ([str(model) for model in models] if len(models) > 1 else ["model"])
     results = [_measure(*pair, rows, section, score, **options) for pair in zip(places, names, strict=True)]
     hours = dict(zip(names, map(_device_hours, places), strict=True)) | {"base": None}
-    found = [compare(*pair, by, pair[0].name == "base" and hours[pair[1].name]) for pair in combinations(results, 2)]
+    found = [compare(*pair, pair[0].name == "base" and hours[pair[1].name]) for pair in combinations(results, 2)]
     kept: dict[str, Any] = {}
     with Blame(ConfigError, f"lm-eval cannot run {', '.join(suite or ())}", "All its tasks: lm-eval ls tasks"):
         for result in results if suite else ():
@@ -158,9 +155,7 @@ def judge_models(
     return judgement
 
 
-def judge_recipe(
-    config: RunConfig, scorer: str | None = None, by: str | None = None, limit: int | None = None, **options: Any
-) -> Judgement:
+def judge_recipe(config: RunConfig, scorer: str | None = None, limit: int | None = None, **options: Any) -> Judgement:
     """The base on the recipe's held-out rows, as it is and with four training rows in its prompt: what is to be gained,
     and the smallest difference that so many rows show. Nothing is trained. Takes and raises as judge_models."""
     section, examples, rows = config.data, [], []
@@ -179,15 +174,14 @@ def judge_recipe(
         told = [_with_examples(row, examples) for row in rows[:limit]]
         name = f"base with {len(examples)} training rows in its prompt"
         results.append(_measure(answerer, name, told, section, score, **options))
-    return Judgement(data, tuple(results), (compare(results[0], results[-1], by, text="before"),), scorer)
+    return Judgement(data, tuple(results), (compare(results[0], results[-1], text="before"),), scorer)
 
 
 def _measure(
     model: Model, name: str, rows: list[Row], section: DataSection, score: Scorer | None,
     general: Sequence[Row] = (), max_new_tokens: int | None = None, batch_size: int = 16, progress: Any = None,
 ) -> EvalResult:  # fmt: skip
-    """What a model achieves on rows. ``max_new_tokens``: default the longest expected answer and 8 more. ``progress``:
-    called with what is being done, rows done and rows in all."""
+    """What a model achieves on rows. ``progress``: called with what is being done, rows done and rows in all."""
     gc.collect()  # the weights of a model measured before go first
     say_done = progress or (lambda what, done, total: None)
     answerer = load_for_inference(model, section.template_arguments)
@@ -238,11 +232,9 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
     return replace(row, messages=[*row.messages[:start], *told, *row.messages[start:]])
 
 
-def _measure_loss(
-    answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Callable[[int, int], None]
-) -> dict[str, Any]:
+def _measure_loss(answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Any) -> dict[str, Any]:
     """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
-    limit, model, device = answerer.max_positions or NO_LIMIT, LossModel(answerer.model), answerer.model.device
+    limit, model, device = answerer.max_positions or math.inf, LossModel(answerer.model), answerer.model.device
     renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
     losses, left_out = [], []
     for place, row in enumerate(rows):
@@ -254,17 +246,17 @@ def _measure_loss(
             elif not any(part.supervised[1:]):
                 left_out.append(f"{row.origin}: no supervised token (loss)")
             else:
-                used.append((np.asarray(part.ids, dtype=np.int64), np.asarray(part.supervised, dtype=bool)))
+                used.append((np.array(part.ids), np.array(part.supervised)))
         if used:
-            sizes, counts = zip(*((len(ids), int(marks[1:].sum())) for ids, marks in used), strict=True)
-            alone = SimpleNamespace(row=used.__getitem__, lengths=np.array(sizes), supervised=np.array(counts))
+            sizes, counts = np.transpose([(len(ids), marks[1:].sum()) for ids, marks in used])
+            alone = SimpleNamespace(row=used.__getitem__, lengths=sizes, supervised=counts)
             loss = held_out_loss(model, alone, (1, "rows"), answerer.pad_id, device)
-            losses.append((place, row.origin, loss * sum(counts), sum(counts)))
+            losses.append((place, row.origin, loss * int(counts.sum()), int(counts.sum())))
     if not losses:
         raise DataError(f"No row can be evaluated; the first: {left_out[0]}.", "Check the data file.")
     nats, tokens = (sum(each[place] for each in losses) for place in (2, 3))
-    found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens}
-    return found | {"row_losses": tuple(losses), "left_out": tuple(left_out)}
+    found = {"rows": len(losses), "supervised_tokens": tokens, "loss": nats / tokens, "row_losses": tuple(losses)}
+    return found | {"left_out": tuple(left_out)}
 
 
 def _answers(
@@ -278,7 +270,7 @@ def _answers(
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
     most = most or max(map(len, taught)) + SPARE_TOKENS
-    limit, fitting, prompts, left_out = answerer.max_positions or NO_LIMIT, [], [], []
+    limit, fitting, prompts, left_out = answerer.max_positions or math.inf, [], [], []
     for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < most:
@@ -305,8 +297,7 @@ def _conclusion(answer: str) -> str:
 
 
 def _load_scorer(path: str, data: str, source: str) -> Scorer:
-    """The user's ``score(answer, row)``. ``row``: the record as it stands in the file (where its line holds one), and
-    messages, prompt and expected where that has no such keys."""
+    """The user's ``score(answer, row)``. ``row``: the record, where its line holds one; messages, prompt, expected."""
     with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
         score = runpy.run_path(path)["score"]
     records: dict[str, list[Any]] = defaultdict(list)

@@ -9,8 +9,6 @@ import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from fullshard.errors import ConfigError
-
 Facts = dict[str, Any]
 DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
 EVIDENCE = 0.05  # a difference this likely by chance, or less, is one
@@ -19,7 +17,7 @@ LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below EVIDENCE, 2 x 0.5 ** 5 is not
 FORGETTING = 0.05  # a rise of the general loss by this share is one to mend
 RARE = 0.05  # exact match is no measure where neither model is right in this share of rows
 ANSWERS = ("tokens", "refused")  # summed over answers
-MEASURES = {"score": "score", "number": "number", "exact": "correct", "loss": ""}  # the first that fits judges
+MEASURES = {"score": "score", "number": "number", "exact": "correct"}  # the first that fits judges, else the loss
 
 
 def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple[float, float, float]:
@@ -37,22 +35,20 @@ def paired_test(differences: Sequence[float], weights: Sequence[float]) -> tuple
     return float(low), float(high), float((1 + as_far.sum()) / (1 + DRAWS))
 
 
-def compare(before: Any, after: Any, by: str | None = None, hours: float | None = None, text: str = "") -> Facts:
-    """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the one that
-    judges (``by``, else the first that fits) is ``measure`` and its values stand here too, with ``smallest``, the least
-    difference that so many rows can show; ``general`` (loss), ``answers`` (tokens, refusals), ``verdict`` (keep,
-    forgets, none, worse) and ``text``: in words (key of verdict.yaml). ``hours``: of devices, to train ``after``."""
+def compare(before: Any, after: Any, hours: float | None = None, text: str = "") -> Facts:
+    """Compare two EvalResults on the rows that both cover. ``measures``: by name, _paired of the rows; the first that
+    fits judges: ``measure``, its values, ``smallest``, the least difference that so many rows can show; ``general``
+    (loss), ``answers`` (tokens, refusals), ``verdict`` (keep, forgets, none, worse), ``text`` (in words, by a key of
+    verdict.yaml). ``hours``: of devices, to train ``after``."""
     said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
     rows, measures = [row for row in said[0] if row in said[1]], {}
-    for name, key in list(MEASURES.items())[:-1]:
+    for name, key in MEASURES.items():
         values = [(said[0][row].origin, *(getattr(each[row], key) for each in said), 1) for row in rows]
         if known := [each for each in values if each[1] is not None]:
             measures[name] = _paired(known)
     measures["loss"] = _losses(before, after)
-    if by and by not in measures:
-        raise ConfigError(f"--by {by}: these rows have {', '.join(measures)}.", "Take one of them, or leave it out.")
     rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < RARE
-    measure = by or next(name for name in measures if name != "exact" or not rare)
+    measure = next(name for name in measures if name != "exact" or not rare)
     found, sign = measures[measure], -1 if measure == "loss" else 1
     general = _losses(before.general, after.general) if before.general and after.general else None
     verdict, forgets = "none", general and general["low"] > 0 and general["share"] >= FORGETTING
@@ -83,19 +79,17 @@ def _paired(rows: list[tuple[str, float, float, int]], sign: int = 1) -> Facts:
     means; low, high, p: paired_test; rows; better and worse: the origins; ``spread``: of one row's difference."""
     before, after, sizes = (np.array([row[place] for row in rows], dtype=np.float64) for place in (1, 2, 3))
     change = after - before
-    low, high, p = paired_test(change, sizes)
-    means = {"before": before.sum() / sizes.sum(), "after": after.sum() / sizes.sum()}
-    means |= {"difference": means["after"] - means["before"], "low": low, "high": high, "p": p}
-    spread = np.std((change - means["difference"] * sizes) / sizes.mean())
+    found = dict(zip(("low", "high", "p"), paired_test(change, sizes), strict=True))
+    found |= {"before": float(before.sum() / sizes.sum()), "after": float(after.sum() / sizes.sum())}
+    found["difference"] = found["after"] - found["before"]
+    found["spread"] = float(np.std((change - found["difference"] * sizes) / sizes.mean()))
     better, worse = ([rows[row][0] for row in np.flatnonzero(way * change > 0)] for way in (sign, -sign))
-    found = {"rows": len(rows), "better": better, "worse": worse, "spread": float(spread)}
-    return {key: float(value) for key, value in means.items()} | found
+    return found | {"rows": len(rows), "better": better, "worse": worse}
 
 
 def decide(before: Facts, data: Facts, problem: str = "", lang: str = "en") -> tuple[str, list[str]]:
-    """Whether to train, by the rules of verdict.yaml: a decision (train, not_yet, mend) and its reasons in words.
-    ``before``: of ``compare``, the base as it is and with rows in its prompt; ``data``: an audited data.json;
-    ``problem``: why there is no plan."""
+    """Whether to train, by the rules of verdict.yaml: a decision (train, not_yet, mend) and its reasons in words. From
+    ``compare`` of the base as it is and with rows in its prompt, an audited data.json, and why there is no plan."""
     facts = {"found": before, "data": data, "train": data["train"], "problem": problem, "least_rows": LEAST_ROWS}
     holds = [rule for rule in words("rules") if Environment().compile_expression(rule["if"])(**facts)]
     reasons = [say(rule["why"], lang, **facts) for rule in holds if rule["decision"] == holds[0]["decision"]]

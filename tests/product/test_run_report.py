@@ -18,7 +18,7 @@ from tiny_models import WORDS, make_job
 import fullshard
 from fullshard.cli import main
 from fullshard.config import load_config
-from fullshard.report.page import lines, page
+from fullshard.report.page import HTML
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REPORT = Path(fullshard.__file__).parent / "report"
@@ -152,7 +152,7 @@ def test_bad_numbers_and_broken_lines_do_not_stop_the_page(tmp_path):
 
 def test_a_line_chart_is_to_scale():
     points = [(step, 10.0 - step) for step in range(1, 6)]
-    chart = lines([("a", points, False), ("b", [(1, 2.0), (5, 2.0)], True)], "step", "y")
+    chart = HTML.lines([("a", points, False), ("b", [(1, 2.0), (5, 2.0)], True)], "step", "y")
     ticks = re.findall(r'<text class="end" x="[\d.]+" y="([\d.]+)">([\d.]+)</text>', chart)
     (low, first), (high, last) = ticks[0], ticks[-1]
     scale = (float(low) - float(high)) / (float(last) - float(first))
@@ -160,12 +160,12 @@ def test_a_line_chart_is_to_scale():
     ys = [float(point.split()[1]) for point in solid.split("L")]
     assert [round((float(low) - 4 - y) / scale + float(first), 1) for y in ys] == [9, 8, 7, 6, 5]
     assert "stroke-dasharray" in chart and len({point.split()[1] for point in dashed.split("L")}) == 1
-    parse(page("t", [("h", [chart])]).strip())
+    parse(HTML.page("t", [("h", [chart])]).strip())
 
 
 @pytest.mark.parametrize("values", [[1e-5, 2e-5], [0.0], [5.0, 5.0], [-3.0, 2.0], [1e9, 3e9]])
 def test_charts_of_any_values(values):
-    chart = lines([("a", list(enumerate(values)), False)], "step", "y")
+    chart = HTML.lines([("a", list(enumerate(values)), False)], "step", "y")
     numbers = [float(text.replace(",", "")) for text in re.findall(r'<text class="end"[^>]*>([^<]*)</text>', chart)]
     assert 2 <= len(numbers) <= 8 and numbers[0] <= min(values) and numbers[-1] >= max(values)
     steps = {round((second - first) / (numbers[1] - numbers[0]), 3) for first, second in pairwise(numbers)}
@@ -174,7 +174,7 @@ def test_charts_of_any_values(values):
 
 def test_a_long_run_keeps_its_spikes():
     points = [(step, 50.0 if step == 4321 else 1.0) for step in range(10_000)]
-    chart = lines([("a", points, False)], "step", "y")
+    chart = HTML.lines([("a", points, False)], "step", "y")
     (path,) = re.findall(r'<path d="M([^"]*)" fill="none"', chart)
     heights = [float(point.split()[1]) for point in path.split("L")]
     assert len(heights) < 1000 and min(heights) < 30

@@ -261,9 +261,6 @@ def test_what_cannot_be_judged(folders, data, tmp_path):
     with pytest.raises(ConfigError, match="no held-out rows") as caught:
         judge_models([folders[0]])
     assert "--data" in caught.value.hint
-    with pytest.raises(ConfigError, match="nothing to compare with") as caught:
-        judge_models([folders[0]], data, by="loss")
-    assert "--base" in caught.value.hint
     with pytest.raises(ConfigError, match="lm-eval") as caught:
         judge_models([folders[0]], data, suite=["gsm8k"])
     assert "fullshard[suite]" in caught.value.hint

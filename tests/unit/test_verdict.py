@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 
-from fullshard.errors import ConfigError
 from fullshard.evaluate import Answer, EvalResult
 from fullshard.verdict import LEAST_ROWS, MEASURES, amount, compare, decide, paired_test, say, words
 
@@ -150,9 +149,7 @@ def test_the_measure_that_judges():
     assert len(loss["better"]) == 80 and loss["worse"] == [] and loss["gain_per_device_hour"] is None
     first, second = (result(name, [row < 40 for row in rows], NATS, number=name == "m") for name in ("base", "m"))
     assert compare(first, second)["measure"] == "number" and compare(first, second)["verdict"] == "keep"
-    assert compare(first, second, by="loss")["verdict"] == "none"
-    with pytest.raises(ConfigError, match="--by score: these rows have number, exact, loss"):
-        compare(first, second, by="score")
+    assert list(compare(first, second)["measures"]) == ["number", "exact", "loss"]
 
 
 def test_only_rows_that_both_have_are_compared():
@@ -176,7 +173,7 @@ def test_both_languages_say_the_same_things():
     assert set(english) - only == set(chinese)
     for key in ("headlines", "decisions", "measures"):
         assert set(english[key]) == set(chinese[key])
-    assert set(english["measures"]) == set(MEASURES)
+    assert set(english["measures"]) == {*MEASURES, "loss"}
     base = result("base", [row < 3 for row in range(80)], NATS, [4.0] * 8)
     found = compare(base, result("model", [row > 18 for row in range(80)], LOWER, [5.0] * 8))
     for kind in ("keep", "forgets", "none", "worse", "before"):

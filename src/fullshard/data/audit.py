@@ -13,14 +13,11 @@ NO_SUPERVISED = "no supervised token"
 TOO_LONG = "longer than max_length"
 NOT_RENDERED = "not rendered"  # refused by the chat template, or of words that the tokenizer does not know
 LARGEST = ("longest", "longest_written")  # of these figures the largest counts, the others add up
-STEP_TOKENS, FINE_TOKENS = 32, 2048  # the histogram's steps, up to here; then powers of two
 
 
 @dataclass
 class Audit(Account):
-    """An account of source rows from here on, of one split or a part of it: ``used`` where at least one training row is
-    kept, ``places`` also by a figure's name. ``length_histogram``: training rows by tokens before cutting; the key is
-    the least length of its bucket: steps of 32 tokens up to 2,048, then powers of two."""
+    """An account of source rows from here on, of (a part of) a split; ``used``: at least one training row is kept."""
 
     rows: int = 0  # source rows read, without copies by weight
     prepared: int = 0  # training rows written: copies, pieces of texts, rows per answer too
@@ -38,39 +35,26 @@ class Audit(Account):
     special_strings: int = 0  # source rows that write out a special token where it is no answer
     refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
     stops: Counter[str] = field(default_factory=Counter)  # supervised end-of-turn ids, as text: JSON keys
-    length_histogram: Counter[str] = field(default_factory=Counter)
     unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
     not_rendered: list[tuple[str, str]] = field(default_factory=list)  # the first: message, hint
 
     def count(self, figure: str, origin: str) -> None:
-        """Count a row in one of the figures, and its place."""
+        """Count a row in one of the figures, and its place under the figure's name."""
         setattr(self, figure, getattr(self, figure) + 1)
         self.note(figure, origin)
 
-    def measure(self, length: int) -> None:
-        """Count the length of a training row as rendered."""
-        self.longest = max(self.longest, length)
-        step = length // STEP_TOKENS * STEP_TOKENS if length < FINE_TOKENS else 1 << (length.bit_length() - 1)
-        self.length_histogram[str(step)] += 1
-
     def add(self, later: "Audit") -> None:
-        """Take in the account of the rows that follow."""
+        """Take in the account of the rows that follow; its counts may be plain dicts, as ``vars`` read from JSON."""
         for name, value in vars(later).items():
             mine = getattr(self, name)
-            if isinstance(value, Counter):
+            if isinstance(mine, Counter):
                 mine.update(value)
-            elif isinstance(value, dict):
+            elif isinstance(mine, dict):
                 mine.update({what: (mine.get(what, []) + places)[:KEPT] for what, places in value.items()})
-            elif isinstance(value, list):
+            elif isinstance(mine, list):
                 mine.extend(value[: 1 - len(mine)])
-            elif isinstance(value, int):
+            else:
                 setattr(self, name, max(mine, value) if name in LARGEST else mine + value)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Audit":
-        """What ``vars`` of an audit was, written as JSON and read again."""
-        counters = ("dropped", "bad", "refused", "stops", "length_histogram")
-        return cls(**values | {name: Counter(values[name]) for name in counters})
 
     def to_json(self, account: Account) -> dict[str, Any]:
         """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""
@@ -80,7 +64,6 @@ class Audit(Account):
             **{name: getattr(account, name) for name in ("read", "blank", "held_out")},
             **{"bad": dict(account.bad), "dropped": dict(account.dropped), "places": self.places | account.places},
             "special_strings": {"rows": self.special_strings, "places": self.places.get("special_strings", [])},
-            "length_histogram": dict(sorted(self.length_histogram.items(), key=lambda item: int(item[0]))),
             "stop_tokens": self.stops.total(),
             "stop_ids": [int(number) for number, _ in self.stops.most_common()],
         }

@@ -54,8 +54,7 @@ class BatchRenderer:
         self._special = _any_of({token.content for token in added if token.special})
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Rendered] | DataError]]:
-        """Each row with its training rows, in order; ``plain``: which way it went. A DataError, which names the row, is
-        raised (stop) or stands instead of them (drop)."""
+        """Each row, in order, with its training rows, or (drop) a DataError; ``plain``: which way the row went."""
         source = iter(rows)
         while batch := list(islice(source, BATCH_ROWS)):
             patterns = [self._pattern_of(row) for row in batch]

@@ -1,11 +1,9 @@
-"""From messages or text to token ids and the mask of supervised tokens, for any chat template: the one place where ids
-are made.
+"""From messages or text to token ids and the mask of supervised tokens, for any chat template. Only here are ids made.
 
 An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
 and with the turn. Where all turns begin the whole conversation it is one training row, else each is a row of its own.
 Inside a turn ``{% generation %}`` markers decide. A template that allows none of this is refused."""
 
-import hashlib
 import json
 import logging
 import re
@@ -19,6 +17,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fullshard.data.files import refusal
 from fullshard.data.sources import Row
 from fullshard.errors import Blame, DataError, ModelError
 from fullshard.run_folder import read_json
@@ -31,8 +30,6 @@ PROBE = "fullshard"  # an answer whose place in the rendered text shows what the
 QUESTION = {"role": "user", "content": "x"}
 READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # transformers passes it under all three
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-NO_TEMPLATE_HINT = "Take an instruction-tuned model, or train on plain text: data.columns: {body: text} in the recipe."
-TEMPLATE_HINT = "Repair the chat_template ({% generation %} around answers), or change data.template_arguments."
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,12 @@ class Rendered:
 
 
 Encoded = namedtuple("Encoded", "ids offsets")  # a text's token ids, and the characters [start, end) of each
-# The assistant turn messages[place] in ``encoded`` (the text up to and with it): tokens [start, end); ``stop``: its
-# end-of-turn token, always at end - 1, or None.
+# The turn messages[place] in ``encoded`` (the text up to its end): tokens [start, end); ``stop``: end - 1, or None
 Turn = namedtuple("Turn", "place encoded start end stop")
 
 
 def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
-    """The tokenizer of a model folder with ``add_tokens``, without network. Raises ModelError where there is none, and
-    where a token is none to add: it has a trained row already."""
+    """The tokenizer of a model folder with ``add_tokens``. ModelError: there is none, or it has one of these."""
     from transformers import AutoTokenizer
 
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
@@ -74,9 +69,7 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
 
 def num_embeddings(model: Path) -> int | None:
     """Rows of the embedding by the model's config.json; None where it does not say."""
-    if not (model / "config.json").is_file():
-        return None
-    settings = read_json(model / "config.json")
+    settings = read_json(model / "config.json", optional=True)
     size = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
     return int(size) if size else None
 
@@ -91,25 +84,12 @@ def check_tokenizer(tokenizer: Any, num_rows: int) -> None:
     for name in ("pad", "bos", "eos", "unk"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None and number >= num_rows:
             token = getattr(tokenizer, f"{name}_token")
-            rows = f"{num_rows} rows (ids 0 to {num_rows - 1})"
-            message = f"The tokenizer's {name} token {token!r} has id {number}, but the model's embedding has {rows}."
-            hint = f"Grow the vocabulary by it: model.add_tokens='[\"{token}\"]'  Or choose another {name} token."
-            raise DataError(message, hint)
+            raise refusal("token_outside", name=name, token=token, id=number, rows=num_rows, last=num_rows - 1)
 
 
 def choose_pad_id(tokenizer: Any) -> int:
     """The id that fills batches: pad, else eos, else 0. Fills are masked by length, so any id of the table serves."""
     return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
-
-
-def template_hash(tokenizer: Any) -> str | None:
-    """First 16 hex digits of the SHA-256 of the chat template, or of all where there are several; None without one."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if (text := _template_text(tokenizer)) else None
-
-
-def _template_text(tokenizer: Any) -> str:
-    template = tokenizer.chat_template or ""
-    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
 class Renderer:
@@ -120,7 +100,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, loss_on: str = "assistant", template_arguments: Variables = None) -> None:
         self.tokenizer, self.loss_on, self.arguments = tokenizer, loss_on, dict(template_arguments or {})
-        self._template = _template_text(tokenizer)
+        template = tokenizer.chat_template or ""  # or several by name
+        self._template = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
         self._tools: list[Any] | None = None  # of the conversation at hand
         self._whole: tuple[list[Message], str, Encoded] = ([], "", Encoded([], []))  # the last one: asked for twice
@@ -143,19 +124,17 @@ class Renderer:
         row without any supervised token is returned as such. Raises DataError where no right mask can be made."""
         asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
         if asked and self.loss_on != "all":
-            raise DataError("train: true on a message that is not the assistant's.", "Set data.loss_on: all.")
+            raise refusal("train_of_others")
         if len(messages) > MOST_MESSAGES:
-            problem = f"{len(messages):,} messages; at most {MOST_MESSAGES:,} are read."
-            raise DataError(problem, "Split the conversation.")
+            raise refusal("too_many_messages", count=len(messages), most=MOST_MESSAGES)
         messages = self._begin(messages, tools)
         learned = [message.get("train") is not False for message in messages]
         given = [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in messages)]
         self._require_read(["tools", *given] if tools else given, "Take a model that knows it, or remove it.")
         whole = self.encode(text := self._text(messages))
         self._whole = (messages, text, whole)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = answers[-1:] if self.loss_on == "last" else answers
-        everything = self.loss_on == "all"
+        everything, first = self.loss_on == "all", -1 if self.loss_on == "last" else 0
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][first:]
         answers = [i for i in answers if learned[i] and _says_something(messages[i]) and (i or not everything)]
         turns = [self._turn(messages, i) for i in answers]
         nested = [turn for turn in turns if turn.encoded.ids[: turn.end] == whole.ids[: turn.end]]
@@ -223,7 +202,7 @@ class Renderer:
     def _text(self, messages: list[Message], generation_prompt: bool = False, tokenize: bool = False, **to: Any) -> Any:
         """What the template makes of a conversation. Raises DataError with the template's own complaint."""
         if not self._template:
-            raise DataError("The model has no chat template, but the rows are conversations.", NO_TEMPLATE_HINT)
+            raise refusal("no_template")
         roles = [message["role"] for message in messages]
         hint = "Put the system text into the first user message." if "system" in roles else "Change the rows."
         seen = [{key: value for key, value in message.items() if key != "train"} for message in messages]
@@ -236,11 +215,10 @@ class Renderer:
         if text == self._whole[1]:
             return self._whole[2]
         if not self.tokenizer.is_fast:
-            name = type(self.tokenizer).__name__
-            raise DataError(f"{name} cannot tell which characters a token covers.", "Convert it to a tokenizer.json.")
+            raise refusal("no_offsets", name=type(self.tokenizer).__name__)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         if (ids := found["input_ids"])[:2] == [self.tokenizer.bos_token_id] * 2:
-            raise DataError(f"The chat template writes {self.tokenizer.bos_token} twice.", TEMPLATE_HINT)
+            raise refusal("bos_twice", bos=self.tokenizer.bos_token)
         return Encoded(ids, found["offset_mapping"])
 
     def _around(self, before: list[Message]) -> tuple[str, str]:
@@ -249,7 +227,7 @@ class Renderer:
             prompt, through = self._text(before, True), self._text([*before, {"role": "assistant", "content": PROBE}])
             header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
             if not found:
-                raise DataError("The chat template writes nothing of an assistant turn.", TEMPLATE_HINT)
+                raise refusal("no_answer", which="")
             is_ignored = header.strip() and prompt == self._text(before)
             self._frame = (header.strip() if is_ignored else "", tail)
         return self._frame
@@ -262,10 +240,9 @@ class Renderer:
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
-            ends = f"it ends in {prompt[-30:]!r}, the turn has {through[len(shared) :][:30]!r}"
-            problem = f"'s generation prompt does not begin the rendered assistant turn: {ends}"
-            problem = f" ignores add_generation_prompt: its header {header!r} would be learned" if header else problem
-            raise DataError(f"The chat template{problem}.", TEMPLATE_HINT)
+            if header:
+                raise refusal("no_generation_prompt", header=header)
+            raise refusal("other_generation_prompt", ends=prompt[-30:], turn=through[len(shared) :][:30])
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
         stop = self._stop(encoded, start, len(through) - len(tail) if through.endswith(tail) else None)
@@ -273,20 +250,18 @@ class Renderer:
         while stop is None and end > start and not self.tokenizer.decode(ids[end - 1]).strip():
             end -= 1  # whitespace that the template puts after the turn
         words = set(ids[start:end]) - self.special_ids
-        shown = repr((messages[place].get("content") or "")[:30])
+        which = f" ({(messages[place].get('content') or '')[:30]!r})"
         if not words:
-            raise DataError(f"The chat template writes nothing of an assistant turn ({shown}).", TEMPLATE_HINT)
+            raise refusal("no_answer", which=which)
         if words == {self.tokenizer.unk_token_id}:
-            problem = f"The tokenizer knows no word of an assistant turn ({shown}): each is {self.tokenizer.unk_token}."
-            hint = "Take a model with a tokenizer for this language, or add the words: model.add_tokens."
-            raise DataError(problem, hint)
+            raise refusal("no_known_word", which=which, unk=self.tokenizer.unk_token)
         return Turn(place, encoded, start, end, stop)
 
     def _opening(self, through: str) -> str:
         """What stands before the answer in a conversation that begins with it: up to the generation prompt's text."""
         before, mark, _ = through.partition(self._text([QUESTION], True).removeprefix(self._text([QUESTION])) or "\0")
         if not mark.strip():
-            raise DataError("The template does not show where a first assistant turn begins.", "Begin with a user.")
+            raise refusal("no_opening")
         return before + mark
 
     def _token_after(self, prompt: str, encoded: Encoded) -> int:
@@ -326,7 +301,7 @@ class Renderer:
             for i in inside:
                 supervised[i] = True
         if turns and not any(value and ids[i] not in self.special_ids for i, value in enumerate(supervised)):
-            raise DataError("The template's {% generation %} markers mark nothing of an answer.", TEMPLATE_HINT)
+            raise refusal("nothing_marked")
         return Rendered(ids, supervised, stops)
 
     def _everything(self, text: str, whole: Encoded, messages: list[Message], learned: list[bool]) -> list[bool]:
@@ -335,8 +310,7 @@ class Renderer:
         for place in (i for i, value in enumerate(learned) if not value):
             before, through = self._text(messages[:place]) if place else "", self._text(messages[: place + 1])
             if not (text.startswith(through) and through.startswith(before)):
-                problem = "The chat template rewrites earlier turns: with loss_on all, train: false cannot be kept."
-                raise DataError(problem, "Set data.loss_on: assistant, or leave train out.")
+                raise refusal("rewrites_turns")
             start, end = self._token_after(before, whole), self._token_after(through, whole)
             supervised[start:end] = [False] * (end - start)
         return supervised
@@ -358,7 +332,7 @@ def _time_limit() -> Iterator[None]:
         return
 
     def refuse(number: int, frame: object) -> None:
-        raise DataError(f"The chat template does not end: stopped after {RENDER_SECONDS:g} s.", TEMPLATE_HINT)
+        raise refusal("no_end", seconds=RENDER_SECONDS)
 
     before = signal.signal(signal.SIGVTALRM, refuse)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS, 1.0)

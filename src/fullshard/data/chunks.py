@@ -11,6 +11,7 @@ import numpy as np
 from fullshard.config import DataSection
 from fullshard.data import audit, chat
 from fullshard.data.batch_render import BatchRenderer
+from fullshard.data.files import refusal
 from fullshard.data.sources import Row
 from fullshard.errors import DataError, UserError
 
@@ -108,7 +109,7 @@ class ChunkRenderer:
     def _fit(self, part: Part, rendered: chat.Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
-        book.measure(length)
+        book.longest = max(book.longest, length)
         ids, supervised = rendered.ids, rendered.supervised
         if length > limit:
             ids, supervised = ids[:limit], supervised[:limit]
@@ -127,8 +128,7 @@ class ChunkRenderer:
             return problem
         largest = max(ids)
         if self._num_embeddings is not None and largest >= self._num_embeddings:
-            outside = f"token id {largest} is outside the model's embedding of {self._num_embeddings} rows."
-            raise DataError(f"{row.origin}: {outside}", "Tokenizer and model do not belong together; check model.path.")
+            raise refusal("id_outside", origin=row.origin, id=largest, rows=self._num_embeddings)
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit

@@ -1,6 +1,5 @@
-"""Where rows come from: file formats, folders and data set ids, as records with the line (Parquet, data sets: row) at
-which each begins. Where the borders between rows are lost (a damaged JSON list, CSV quotes, a compressed stream,
-Parquet), reading stops; all else that is wrong with a row is a BadRow."""
+"""Records of files, folders and data set ids, with the line (Parquet, data sets: row) at which each begins. Where the
+borders between rows are lost (JSON list, CSV quotes, compressed, Parquet), reading stops; all else is a BadRow."""
 
 import csv
 import io
@@ -29,6 +28,11 @@ Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank li
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
 
 
+def refusal(name: str, /, **facts: Any) -> DataError:
+    """The error NAME of files.yaml with its facts."""
+    return DataError(*(text.format(**facts) for text in FACTS["refusals"][name]))
+
+
 class BadRow(DataError):
     """One row that cannot be used, while those after it can. Its ``reason`` ends before the first colon or bracket."""
 
@@ -53,8 +57,7 @@ def read_file(path: Path) -> Iterator[Record]:
     """The records of one file, by its ending. Raises DataError with file and line for what no row can be blamed for."""
     read = _format_of(path.name)
     if not path.is_file():
-        kind = "is no ordinary file" if path.exists() else "does not exist"
-        raise DataError(f"Data file {path} {kind}.", "Check data.train and data.eval in the recipe.")
+        raise refusal("no_file", path=path, problem="is no ordinary file" if path.exists() else "does not exist")
     if read is None:
         raise DataError(f"{path}: files ending in {''.join(path.suffixes[-2:]) or 'nothing'!r} are not read.", ENDINGS)
     yield from _guarded(read(path), path)
@@ -137,8 +140,7 @@ def _read_json(path: Path) -> Iterator[Record]:
                     break
                 if token not in marks:
                     wanted, found = " or ".join(marks) or "the end", text[mark.start(1) :][:20] or "the end"
-                    hint = "A .json file holds one list of objects. One object a line? Then name the file .jsonl."
-                    raise DataError(f"{path}:{number}: expected {wanted}, found {found!r}.", hint)
+                    raise refusal("no_list", place=f"{path}:{number}", wanted=wanted, found=found)
                 if token.endswith("]"):
                     place, line, marks = start, number, ()
                     continue
@@ -183,16 +185,12 @@ def _read_csv(path: Path) -> Iterator[Record]:
 
 
 def _read_text(path: Path) -> Iterator[Record]:
-    start, lines = 1, []
     with _open(path) as file:
-        for number, line in enumerate(itertools.chain(file, [""]), 1):
-            if line.strip():
-                lines.append(line)
-                continue
-            if lines:
-                text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
+        for is_text, numbered in itertools.groupby(enumerate(file, 1), lambda each: bool(each[1].strip())):
+            (start, first), *others = numbered
+            if is_text:
+                text = "".join([first, *(line for _, line in others)]).replace("\r\n", "\n").removesuffix("\n")
                 yield start, BadRow(f"{path}:{start}", "not UTF-8, or a NUL byte") if _no_text(text) else {"text": text}
-            start, lines = number + 1, []
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -249,8 +247,7 @@ def _open_folder(folder: Path, split: str) -> Files:
 def _choose_split(splits: dict[str, Any], wanted: str, folder: Path) -> Any:
     name = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
-        message = f"{folder} holds no data of the split {name!r}; there is {', '.join(splits) or 'none'}."
-        raise DataError(message, f"Name one: {folder}:SPLIT. {ENDINGS}")
+        raise refusal("no_split", folder=folder, name=name, known=", ".join(splits) or "none", endings=ENDINGS)
     return splits[name]
 
 

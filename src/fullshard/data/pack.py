@@ -26,19 +26,15 @@ def windows(
     """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens a row. ``quantity``:
     (64, "rows"), or (65536, "tokens"): rows until the next would exceed it, one at least. ``drop_last``: no smaller."""
     count, unit = quantity
-    order = shuffle(len(lengths), seed, epoch)
-    if unit == "rows":
-        found = [order[start : start + count] for start in range(0, len(order), count)]
-    else:
-        found, start, filled = [], 0, 0
-        for place, length in enumerate(lengths[order].tolist()):
-            if place > start and filled + length > count:
-                found.append(order[start:place])
-                start, filled = place, 0
-            filled += length
-        found.append(order[start:])
-    last = len(found[-1]) if unit == "rows" else int(lengths[found[-1]].sum())
-    return found[:-1] if drop_last and last < count else found
+    order, sizes = shuffle(len(lengths), seed, epoch), lengths if unit == "tokens" else np.ones_like(lengths)
+    found, start, filled = [], 0, 0
+    for place, size in enumerate(sizes[order].tolist()):
+        if place > start and filled + size > count:
+            found.append(order[start:place])
+            start, filled = place, 0
+        filled += size
+    found.append(order[start:])
+    return found[:-1] if drop_last and filled < count else found
 
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
@@ -63,8 +59,7 @@ def lay_out(
     """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids, each whole and in
     one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
     a sequence holds at most ``max_length`` tokens, else one row. ``micro``: (4, "rows"), at most 4 sequences, or (4096,
-    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar lengths lie together, similar
-    areas side by side on the ranks: a step takes as long as its slowest rank."""
+    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar areas lie side by side."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))

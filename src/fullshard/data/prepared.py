@@ -25,6 +25,7 @@ from fullshard.config import RunConfig
 from fullshard.data import audit, chat
 from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chunks import RECORD, Part, cut_chunks
+from fullshard.data.files import refusal
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
 from fullshard.data.workers import Workers
 from fullshard.device import num_cores
@@ -50,13 +51,13 @@ class PreparedData:
     def __init__(self, folder: Path) -> None:
         self.meta = read_json(folder / META)
         self.hash: str = self.meta["hash"]
-        hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
         self._columns: dict[str, np.ndarray] = {}
-        for name in COLUMNS:
-            with Blame(DataError, f"{folder} is damaged, or of an older version", hint):
+        hint = "Prepare it again: fullshard train RECIPE output=NEW_FOLDER"
+        with Blame(DataError, f"{folder} is damaged, or of an older version", hint):
+            for name in COLUMNS:
                 with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
-                    self._columns[name] = column = file.get_tensor(name).numpy()
-                column.flags.writeable = False
+                    self._columns[name] = file.get_tensor(name).numpy()
+                self._columns[name].flags.writeable = False
         self.content = self._columns["content"]
 
     lengths = cached_property(lambda self: self._columns["lengths"].astype(np.int64))
@@ -84,8 +85,7 @@ class PreparedData:
         return f"{self.meta['files'][self._columns['files'][number]]}:{self._columns['lines'][number]}"
 
     def source_rows(self, part: int = 0, parts: int = 1) -> np.ndarray:
-        """The first row (int64) of each source row: copies by weight and one row per answer lie behind it. ``part``:
-        only those whose content's hash leaves it when divided by ``parts``."""
+        """The first row (int64) of each source row; of those whose content's hash modulo ``parts`` is ``part``."""
         found = []
         for start in range(0, len(self), PIECE_ROWS):
             rows = slice(max(0, start - 1), start + PIECE_ROWS)
@@ -104,23 +104,18 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
-    a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``shape``, ``train`` and
-    ``eval`` (Audit.to_json, or None), ``supervised_tokens`` and ``stop_ids`` (most frequent first) of the training
-    rows, ``longest`` (row as written), ``pad_id``, ``template_hash``, ``eval_rows``,
-    ``exact_duplicates`` and ``overlap`` (training rows that repeat an earlier one, or one of eval: ``rows``,
-    ``places``), ``duplicates`` (rows of overlap), ``report`` (lines). DataError for what cannot be trained on."""
-    folder = Path(folder)
-    config = with_model_folder(config, weights=False)
+    a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``train`` and ``eval``
+    (Audit.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
+    that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines). Raises DataError."""
+    folder, config = Path(folder), with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
-        new_ids = chat.added_ids(tokenizer, config.model.add_tokens)
-        num_embeddings = max([num_embeddings, *(number + 1 for number in new_ids)])
+        num_embeddings = max(num_embeddings, 1 + max(chat.added_ids(tokenizer, config.model.add_tokens), default=0))
         chat.check_tokenizer(tokenizer, num_embeddings)
     key = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
-    known = read_json(folder / DATA) if DATA in inside else {}
-    is_ours = "key" in known and inside <= {DATA, "train", "eval", "audit.html"}  # a run folder has a data.json too
-    if inside and not is_ours:
+    known = read_json(folder / DATA, optional=True)  # a run folder has one too, without a key
+    if inside and not ("key" in known and inside <= {DATA, "train", "eval", "audit.html"}):
         raise DataError(f"{folder} exists and holds something else than prepared data.", "Choose another folder.")
     if known.get("key") == key:
         return known
@@ -136,8 +131,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
                 (partial / left).unlink()
             publish_folder(partial, folder)
         except (EOFError, ConnectionError):
-            problem = "A process that tokenises rows has ended: killed, often for memory, or broken."
-            raise DataError(problem, "The rows done are kept: start the same command again.") from None
+            raise refusal("worker_ended") from None
         except UserError:  # another input is needed, so that this part would not be gone on with
             shutil.rmtree(partial)
             raise
@@ -160,16 +154,16 @@ class _Split:
     """One split on its way to disk, chunk after chunk. ``state``: what the journal says of it, None for a new one."""
 
     def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
-        self.folder, self.files = folder, {}
-        self.book = audit.Audit.from_json(state["audit"]) if state else audit.Audit()
-        self.names = dict.fromkeys(state["files"] if state else ())  # of the files that rows come from, in order
-        self.digest: str = state["digest"] if state else ""
+        state = state or {"audit": {}, "files": [], "digest": ""}
+        self.folder, self.files, self.book = folder, {}, audit.Audit()
+        self.book.add(audit.Audit(**state["audit"]))
+        self.names, self.digest = dict.fromkeys(state["files"]), state["digest"]  # of the rows' files, in order
         folder.mkdir(exist_ok=True)
         for name, kind in COLUMNS.items():
             path, right = folder / f"{name}.safetensors", HEADER_BYTES + kind.itemsize * self._count(name)
             path.touch()
             self.files[name] = file = open(path, "r+b")  # noqa: SIM115 - closed by finish
-            if state and os.fstat(file.fileno()).st_size < right:
+            if self.digest and os.fstat(file.fileno()).st_size < right:
                 raise DataError(f"{path} is shorter than its journal says.", "Start again.")
             file.truncate(right)
             file.seek(right)
@@ -180,16 +174,13 @@ class _Split:
     def append(self, part: Part) -> None:
         """Write what a chunk has for this split."""
         self.names |= dict.fromkeys(part.files)
-        places = {name: number for number, name in enumerate(self.names)}
-        records = np.array(part.records, dtype=RECORD)
-        records["files"] = np.array([places[name] for name in part.files], dtype=np.int32)[records["files"]]
+        records, names = np.array(part.records, dtype=RECORD), list(self.names)
+        records["files"] = np.array([names.index(name) for name in part.files], dtype=np.int32)[records["files"]]
         columns = {"tokens": part.tokens, "supervised": part.supervised}
         for name, values in (columns | {name: records[name] for name in RECORD.names or ()}).items():
             self.files[name].write(bytes(values))
-        digest = hashlib.sha256(self.digest.encode())
-        for content in (part.tokens, part.supervised, records["lengths"].tobytes()):
-            digest.update(content)
-        self.digest = digest.hexdigest()
+        contents = self.digest.encode(), part.tokens, part.supervised, records["lengths"].tobytes()
+        self.digest = hashlib.sha256(b"".join(contents)).hexdigest()
         self.book.add(part.book)
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -212,13 +203,12 @@ class _Preparation:
     def __init__(self, config: RunConfig, folder: Path, key: str, tokenizer: Any) -> None:
         self.config, self.folder, self.tokenizer = config, folder, tokenizer
         self.accounts = {"train": Account(), "eval": Account()}
-        journal = read_json(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
-        if journal.get("key") != key:
-            journal = {"key": key, "splits": {}}
+        self.journal = read_json(folder / JOURNAL, optional=True)
+        if self.journal.get("key") != key:
+            self.journal = {"key": key, "splits": {}}
             clear(folder, folder / LOCK)
         names = ("train",) if config.data.eval is None else ("train", "eval")
-        self.splits = {name: _Split(folder / name, journal["splits"].get(name)) for name in names}
-        self.journal = journal
+        self.splits = {name: _Split(folder / name, self.journal["splits"].get(name)) for name in names}
 
     def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
         """Read, render and write all rows that the journal does not know."""
@@ -270,19 +260,13 @@ class _Preparation:
             report += lines + audit.report_lines("left_out", name, account)
             found[name] = split.finish(facts)
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
-        books, none = [split.book for split in self.splits.values()], {"rows": 0, "places": []}
         repeats = _repeats(splits["train"], splits["train"])
-        overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else none
+        overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else {"rows": 0, "places": []}
         report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
         digests = "".join(split.digest for split in self.splits.values())
-        result = {
-            "schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest(),
-            **{name: found["train"][name] for name in ("shape", "supervised_tokens", "stop_ids")},
-            "longest": max(book.longest_written for book in books),
-            "pad_id": chat.choose_pad_id(self.tokenizer), "template_hash": chat.template_hash(self.tokenizer),
-            "eval_rows": found["eval"]["prepared"] if found["eval"] else 0, "duplicates": overlap["rows"],
-        }  # fmt: skip
-        return result | found | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
+        result = {"schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest()}
+        result |= found | {"stop_ids": found["train"]["stop_ids"]}
+        return result | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 
 def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
@@ -315,24 +299,21 @@ def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tup
 
 
 def write_held_out(config: RunConfig, path: Path) -> None:
-    """Write the rows that ``data.eval`` (a share) sets apart as JSONL, so that ``eval`` can be given exactly them; not
-    those that the template refuses."""
+    """Write the rows that ``data.eval`` (a share) sets apart, and the template takes, as JSONL for ``eval``."""
     held = (row for split, row in read_splits(config, {"train": Account()}) if split == "eval")
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
-    renderer = BatchRenderer(
-        chat.Renderer(tokenizer, config.data.loss_on, config.data.template_arguments), config.data.on_bad
-    )
+    renderer = chat.Renderer(tokenizer, config.data.loss_on, config.data.template_arguments)
     with open(path, "w", encoding="utf-8") as file:
-        for row, rendered in renderer.render(held):
+        for row, rendered in BatchRenderer(renderer, config.data.on_bad).render(held):
             if not isinstance(rendered, DataError):
                 said = {key: value for key in ("text", "messages", "tools") if (value := getattr(row, key)) is not None}
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 
 def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> str:
-    options = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, chat.template_hash(tokenizer)]
-    described = [*options, num_embeddings, tokenizer.special_tokens_map, tokenizer.is_fast]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    options = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, num_embeddings]
+    described = [tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.is_fast]
+    digest = hashlib.sha256(json.dumps([*options, *described], sort_keys=True, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else b"")
     for paths in (config.train_files, config.data.eval):
         for line in hash_content(paths, config.data) if isinstance(paths, str | list) else ():

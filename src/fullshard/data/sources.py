@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config import DataFile, DataSection
-from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
+from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records, refusal
 from fullshard.errors import Blame, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -41,8 +41,6 @@ class Row:
     @property
     def content(self) -> str:
         """Everything the row says, as one string; equal rows have equal strings."""
-        if self.messages is not None and not self.tools and all(len(message) == 2 for message in self.messages):
-            return "\0".join(f"{message['role']}\0{message['content']}" for message in self.messages)
         return json.dumps([self.messages, self.text, self.tools], default=str)
 
 
@@ -112,8 +110,7 @@ def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account:
         account.copies -= held * (len(group) - 1)
         yield from ((row, held) for row in (group[:1] if held else group))
     if not kept:
-        count = "1 row" if seen == 1 else f"{seen} rows"
-        raise DataError(f"data.eval={share} of {count} leaves nothing to train on.", "Add rows, or set data.eval=null.")
+        raise refusal("all_set_apart", share=share, rows="1 row" if seen == 1 else f"{seen} rows")
 
 
 def _draw(items: Iterator[Any], share: float, chance: random.Random, least: int = 0) -> Iterator[tuple[Any, bool]]:
@@ -175,8 +172,7 @@ def _recognise(record: dict[str, Any], data: DataSection, origin: str) -> _Layou
         parts, shape = set(columns.values()), ", ".join(f"{name} as {part}" for name, part in columns.items())
         alone = "text" if "text" in parts else "messages" if "messages" in parts else ""
         if parts - BESIDE.keys() not in ({"user", "assistant"}, {alone}) or (alone == "text" and len(columns) > 1):
-            needed = "one column as text; or one as messages, or some as user and some as assistant; then tools, system"
-            raise DataError(f"data.columns gives {shape}, but what is needed is {needed}.", SHAPES_HINT)
+            raise refusal("columns_unfit", given=shape)
         required = frozenset(name for name, part in columns.items() if part not in BESIDE)
         return shape, columns if "text" in parts else {"tools": "tools"} | columns, required
     for shape, columns, more in (known.values() for known in FACTS["shapes"]):
@@ -194,12 +190,10 @@ def _make_row(record: dict[str, Any], layout: _Layout, data: DataSection, origin
     for name, part in columns.items():
         if name in required or record.get(name) not in (None, ""):
             names[part].append(name)
-    if not record.keys() <= columns.keys():
-        unused.update(dict.fromkeys(name for name in record if name not in columns))
+    unused.update(dict.fromkeys(name for name in record if name not in columns))
     if names["text"]:
         if data.system is not None or data.loss_on == "last":
-            message = f"{origin}: data.system is set or data.loss_on is last, but rows of plain text have no turns."
-            raise DataError(message, "Remove both.")
+            raise refusal("no_turns", origin=origin)
         return Row(origin, text=_joined(record, names["text"], origin))
     turns = names["messages"] or names["user"] + names["assistant"]
     if names["messages"] or all(isinstance(record[name], list) for name in turns):  # prompt and completion as lists

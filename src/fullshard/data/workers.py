@@ -36,8 +36,7 @@ class Workers:
             self._process.wait()
 
     def in_order(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """What ChunkRenderer makes of each chunk, in their order; at most two chunks a process are held. Raises
-        EOFError or ConnectionError where a child was killed."""
+        """What ChunkRenderer makes of each chunk, in order. EOFError or ConnectionError where a child was killed."""
         source, done, number, given = iter(chunks), {}, 0, 0
         chunk = next(source, None)
         while chunk is not None or given < number:
@@ -61,14 +60,13 @@ class Workers:
     def _ready(self) -> bool:
         return bool(self._idle) or any(number is not None for number in self._busy.values())
 
-    def _receive(self, done: dict[int, Any]) -> None:
+    def _receive(self, done: dict[int | None, Any]) -> None:
         for worker in wait(list(self._busy), None if self._ready else 0):
             if (answer := worker.recv()) == SETUP:
                 worker.send(self._setup)
-                continue
-            self._idle.append(worker)
-            if (number := self._busy.pop(worker)) is not None:
-                done[number] = answer
+            else:
+                self._idle.append(worker)
+                done[self._busy.pop(worker)] = answer  # under None: that it is ready
 
     def _start(self) -> None:
         from fullshard.device import one_core_environment

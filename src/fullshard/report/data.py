@@ -4,18 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from fullshard.config import RunConfig
 from fullshard.data.chat import load_tokenizer
 from fullshard.data.near import THRESHOLD, near_copies
 from fullshard.data.prepared import PreparedData, open_prepared, prepare
 from fullshard.model.fetch import with_model_folder
-from fullshard.report.page import round_step, write_page
+from fullshard.report.page import page_words, round_step, write_page
 from fullshard.run_folder import DATA, write_json
 
 NAMED, BINS = 100, 12  # pairs of a kind, bins of a histogram
-WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
 
 
 def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en") -> dict[str, Any]:
@@ -42,8 +40,9 @@ def audit_prepared(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[tuple[str, list[str], list[list[Any]]]]:
     """Heading, columns and rows: figures of an audited data.json, rows to look at, ``limit`` copies of each kind."""
-    words, facts, known = WORDS[lang], WORDS[lang]["facts"], result | result["audit"]
-    noted, splits = [], {name: result[name] | known[name] for name in ("train", "eval") if result[name]}
+    words, known = page_words("data", lang), result | result["audit"]
+    facts, noted = words["facts"], []
+    splits = {name: result[name] | known[name] for name in ("train", "eval") if result[name]}
     for name, split in splits.items():
         counts = split["bad"] | split["dropped"] | {"special": split["special_strings"]["rows"]}
         split |= counts | {key: sum(split[key].values()) for key in ("bad", "dropped")}

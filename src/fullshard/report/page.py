@@ -2,6 +2,7 @@
 takes). All give Markup; whatever else is handed in is text, and is escaped."""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,21 @@ def round_step(largest: float, most: int) -> int:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= largest)
 
 
+@cache
+def page_words(name: str, lang: str) -> dict[str, Any]:
+    """The words of NAME.yaml of this folder in a language: en, zh."""
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))[lang]
+
+
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
     """Write NAME.html of this folder with the words of NAME.yaml in ``lang`` and ``facts``; returns the path."""
-    words = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))[lang]
-    text = _ENVIRONMENT.get_template(f"{name}.html").render(words=words, lang=lang, **facts).strip()
+    template = _ENVIRONMENT.get_template(f"{name}.html")
+    text = template.render(words=page_words(name, lang), lang=lang, **facts).strip()
     (path := Path(path)).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     return path
 
 
-_FOLDER = Path(__file__).parent
-_SETTINGS = {"loader": FileSystemLoader(_FOLDER), "undefined": StrictUndefined, "trim_blocks": True}
-_ENVIRONMENT = Environment(autoescape=True, **_SETTINGS)
+_LOADER = FileSystemLoader(Path(__file__).parent)
+_ENVIRONMENT = Environment(loader=_LOADER, undefined=StrictUndefined, trim_blocks=True, autoescape=True)
 _ENVIRONMENT.globals |= {"round_step": round_step, "amount": amount, "say": say, "verdict_words": words}
-_NAMES = ("page", "table", "bars", "lines", "marked", "timeline")
-_MACROS = (getattr(_ENVIRONMENT.get_template("page.html").module, name) for name in _NAMES)
-page, table, bars, lines, marked, timeline = _MACROS
+HTML: Any = _ENVIRONMENT.get_template("page.html").module  # the macros

@@ -4,12 +4,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from fullshard.planning.plan import EXPLAIN, Comparison, Plan
-from fullshard.report.page import write_page
-
-WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # by language: en, zh
+from fullshard.report.page import page_words, write_page
 
 
 def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en") -> Path:
@@ -28,6 +24,6 @@ def plan_figures(plan: Plan, lang: str) -> list[list[str]]:
 
 
 def _say(lang: str, text: str) -> str:
-    for english, other in WORDS[lang]["phrases"].items():
+    for english, other in page_words("plan", lang)["phrases"].items():
         text = re.sub(english, other, text)
     return text

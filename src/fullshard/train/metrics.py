@@ -1,6 +1,7 @@
 """What a run writes down and shows: metrics.jsonl, trackers and the progress line. Rank 0 only."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module, util
 from pathlib import Path
@@ -17,8 +18,7 @@ LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal c
 
 
 def start_tracker(name: str, run: Path) -> Tracker:
-    """tensorboard: event files in the run folder. wandb, swanlab: in project fullshard, where their own settings say
-    (WANDB_MODE=offline, SWANLAB_MODE=local: the run folder)."""
+    """tensorboard: in the run folder. wandb, swanlab: where WANDB_MODE and SWANLAB_MODE say, in project fullshard."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -46,14 +46,13 @@ class MetricsLog:
     ) -> None:
         self._trackers = [start_tracker(name, path.parent) for name in trackers]
         self._console = Console(quiet=quiet or not active)
-        self._active, self._num_steps, self._first_step, self._step_seconds = active, num_steps, first_step, 0.0
-        self._file = open(path, "a", encoding="utf-8") if active else None  # noqa: SIM115 - closed in close()
-        self._bar: Progress | None = None
-        if active and not quiet and self._console.is_terminal:
-            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
-            self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
-            self._bar.start()
+        self._num_steps, self._first_step, self._step_seconds = num_steps, first_step, 0.0
+        self._file = open(path if active else os.devnull, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+        no_bar = self._console.quiet or not self._console.is_terminal
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, disable=no_bar)
+        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, state="")
+        self._bar.start()
 
     def say(self, line: str) -> None:
         """Print one line."""
@@ -63,29 +62,25 @@ class MetricsLog:
         """Record a training step: step, loss, gradient_norm, learning_rate, tokens, tokens_per_second, memory_bytes."""
         self.record("train", **values)
         self._step_seconds += values["seconds"]
+        step, first, last = values["step"], self._first_step, self._num_steps
         state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
         state += f"  {values['share_of_peak']:.0%} of peak  {values['memory_bytes'] / 1e9:.1f} GB"
         if "loss_scale" in values:
             state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=values["step"], state=state)
-        elif self._active:
-            every = max(1, (self._num_steps - self._first_step) // LINES_WITHOUT_TERMINAL)
-            if values["step"] % every == 0 or values["step"] in (self._first_step + 1, self._num_steps):
-                done = values["step"] - self._first_step
-                left = self._step_seconds / done * (self._num_steps - values["step"])
-                self.say(f"step {values['step']}/{self._num_steps}  {state}  {left:.0f} s left")
-        done = min(STEPS_TO_JUDGE, self._num_steps - self._first_step)
-        if values.get("planned_seconds") and values["step"] == self._first_step + done:
+        self._bar.update(self._task, completed=step, state=state)
+        every = max(1, (last - first) // LINES_WITHOUT_TERMINAL)
+        if self._bar.disable and (step % every == 0 or step in (first + 1, last)):
+            left = self._step_seconds / (step - first) * (last - step)
+            self.say(f"step {step}/{last}  {state}  {left:.0f} s left")
+        if values.get("planned_seconds") and step == min(first + STEPS_TO_JUDGE, last):
             low, high = values["planned_seconds"]
             peak = f"peak {values['memory_bytes'] / 1e9:.2f} GB a rank, planned {values['planned_bytes'] / 1e9:.2f} GB"
-            self.say(f"step {values['step']}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
+            self.say(f"step {step}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-            self._file.flush()
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
         shown = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         for log, _ in self._trackers:
             log(shown, values["step"])
@@ -94,7 +89,5 @@ class MetricsLog:
         """Stop the bar and close the file and the trackers."""
         for _, finish in self._trackers:
             finish()
-        if self._bar is not None:
-            self._bar.stop()
-        if self._file is not None:
-            self._file.close()
+        self._bar.stop()
+        self._file.close()

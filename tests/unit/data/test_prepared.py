@@ -11,7 +11,7 @@ from tiny_models import K2_TEMPLATE, make_model, make_tokenizer
 
 from fullshard.config import RunConfig, config_from_dict
 from fullshard.data.batches import make_batch
-from fullshard.data.chat import load_tokenizer
+from fullshard.data.chat import choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows
 from fullshard.data.prepared import open_prepared, prepare, preview
 from fullshard.errors import DataError
@@ -69,8 +69,8 @@ def test_dropped_rows_are_counted(k1_folder, ho1, tmp_path):
     assert data.supervised.tolist() == [2, 2, 2]
     assert [data.origin(i) for i in range(len(data))] == [f"{ho1}:{line}" for line in (1, 3, 4)]
     assert result["stop_ids"] == [7]
-    assert result["supervised_tokens"] == 6
-    assert result["longest"] == 8
+    assert result["train"]["supervised_tokens"] == 6
+    assert result["train"]["longest_written"] == 8
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop", "cut"])
@@ -191,8 +191,8 @@ def test_rows_in_both_files_are_counted(k1_folder, tmp_path):
     train = write_rows(tmp_path / "a.jsonl", SHORT, ("one", "two"), SHORT)
     held_out = write_rows(tmp_path / "b.jsonl", SHORT, ("two", "one"))
     result = prepare(recipe(k1_folder, train, eval=str(held_out)), tmp_path / "prepared")
-    assert result["duplicates"] == 2
-    assert result["eval_rows"] == 2
+    assert result["overlap"]["rows"] == 2
+    assert result["eval"]["prepared"] == 2
     assert any(line.startswith("2 training rows also occur in eval") for line in result["report"])
     with pytest.raises(DataError, match="leaves nothing to train on"):
         prepare(recipe(k1_folder, held_out, eval=0.9), tmp_path / "other")
@@ -228,10 +228,11 @@ def test_pad_may_equal_eos(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ("", "green"), ("red", "one two three"))
     result = prepare(recipe(model, path), tmp_path / "prepared")
     assert "train: supervised stop tokens: 2 (<eos>)" in result["report"]
-    assert result["pad_id"] == 2
+    pad_id = choose_pad_id(load_tokenizer(model))
+    assert pad_id == 2
     data = open_prepared(tmp_path / "prepared", "train")
     assert data.lengths.tolist() == [6, 9]
-    batch = make_batch(data, [[0], [1]], result["pad_id"])
+    batch = make_batch(data, [[0], [1]], pad_id)
     assert batch.input_ids[0].tolist() == [1, 4, 7, 5, 10, 2, 2, 2, 2]
     assert batch.attention_mask[0].tolist() == [1] * 6 + [0] * 3
     assert batch.labels[0].tolist() == [-100, -100, -100, 10, 2, -100, -100, -100, -100]

@@ -271,11 +271,11 @@ def test_a_share_is_exact_and_written_out(k1_folder, tmp_path, rows, share, held
     config = recipe(k1_folder, [{"path": str(path), "weight": 1.5}], eval=share)
     result = prepare(config, tmp_path / "p")
     evaluated, trained = origins(tmp_path / "p", "eval"), origins(tmp_path / "p", "train")
-    assert len(evaluated) == len(set(evaluated)) == held_out == result["eval_rows"]
+    assert len(evaluated) == len(set(evaluated)) == held_out == result["eval"]["prepared"]
     assert set(evaluated) | set(trained) == {f"{path}:{line}" for line in range(1, rows + 1)}
     assert not set(evaluated) & set(trained)  # copies neither
     assert len(trained) == len(set(trained)) + result["train"]["copies"]
-    assert result["duplicates"] == result["exact_duplicates"]["rows"] == 0  # copies by weight are no duplicates
+    assert result["overlap"]["rows"] == result["exact_duplicates"]["rows"] == 0  # copies by weight are no duplicates
     write_held_out(config, tmp_path / "held_out.jsonl")
     lines = path.read_text().splitlines()
     asked = [json.loads(line)["messages"][0]["content"] for line in (tmp_path / "held_out.jsonl").open()]
@@ -304,7 +304,6 @@ def test_every_record_is_accounted_for(k1_folder, tmp_path, share):
     for split in both:
         left = sum(split["dropped"].values()) + sum(split["bad"].values()) + split["blank"] + split["held_out"]
         assert split["read"] == split["used"] + left
-        assert sum(split["length_histogram"].values()) == split["rows"]
     assert (train["held_out"] > 0) == (share is not None)
 
 
@@ -359,14 +358,13 @@ def test_every_input_is_in_the_key(tmp_path, k1_folder):
     assert (folder / "data.json").stat().st_mtime_ns == stamp
 
 
-def test_lengths_fall_into_buckets(k1_folder, tmp_path):
+def test_the_longest_row_before_and_after_cutting(k1_folder, tmp_path):
     """5 tokens stand around question and answer: rows of 10, 32, 63, 64 and 2,100 tokens, one of them cut."""
     texts = [" ".join(["red"] * (length - 6)) for length in (10, 32, 63, 64, 2100)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"question": "sun", "answer": text}) + "\n" for text in texts))
     result = prepare(recipe(k1_folder, path, max_length=100, too_long="cut"), tmp_path / "p")
-    assert result["train"]["longest"] == 2100
-    assert result["train"]["length_histogram"] == {"0": 1, "32": 2, "64": 1, "2048": 1}
+    assert (result["train"]["longest"], result["train"]["longest_written"], result["train"]["cut"]) == (2100, 100, 1)
 
 
 def test_special_tokens_written_by_users_are_named(k1_folder, tmp_path):
@@ -395,7 +393,6 @@ def test_duplicates_and_overlap_are_named(k1_folder, tmp_path):
     assert result["exact_duplicates"] == {"rows": 3, "places": repeats}
     pairs = [[f"{train}:39", f"{held_out}:1"], [f"{train}:40", f"{held_out}:2"], [f"{train}:42", f"{held_out}:2"]]
     assert result["overlap"] == {"rows": 3, "places": pairs}
-    assert result["duplicates"] == 3
     assert f"({train}:39 = {held_out}:1, " in result["report"][-1]
 
 

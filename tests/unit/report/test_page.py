@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from strict_page import StrictParser, parse
 
-from fullshard.report.page import bars, marked, page, round_step, table
+from fullshard.report.page import HTML, round_step
 
 SCRIPT = "<script>document.title = 'it ran'</script>"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -17,8 +17,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 def sample(text: str = "words", lang: str = "en") -> str:
     """A page with one of everything, ``text`` in every place."""
-    blocks = [text, table([text, "n"], [[text, 1234567], [text, 5]]), bars({text: 3, "b": 0}, text, text)]
-    return page(text, [(text, [*blocks, marked(text, [(text, False), (text, True)])])], lang)
+    blocks = [text, HTML.table([text, "n"], [[text, 1234567], [text, 5]]), HTML.bars({text: 3, "b": 0}, text, text)]
+    return HTML.page(text, [(text, [*blocks, HTML.marked(text, [(text, False), (text, True)])])], lang)
 
 
 def test_the_markup_nests_and_loads_nothing():
@@ -49,14 +49,15 @@ def test_marked_text_is_seen_in_black_and_white_too():
 
 
 def test_text_keeps_its_line_breaks():
-    assert "<pre>\n\nfirst\n  second<mark>\n</mark></pre>" in marked("h", [("\nfirst\n  second", False), ("\n", True)])
+    made = HTML.marked("h", [("\nfirst\n  second", False), ("\n", True)])
+    assert "<pre>\n\nfirst\n  second<mark>\n</mark></pre>" in made
 
 
 def test_numbers_have_separators_and_stand_right():
-    made = table(["name", "n"], [["a", 1234567], ["b", "57.9%"]])
+    made = HTML.table(["name", "n"], [["a", 1234567], ["b", "57.9%"]])
     assert '<td class="number">1,234,567</td>' in made and '<td class="number">57.9%</td>' in made
     assert '<th class="number">n</th>' in made and "<td>a</td>" in made
-    cells = re.findall("<td[^>]*>([^<]*)</td>", table(["v"], [[1234], [0.123456], [12.5], ["a"]]))
+    cells = re.findall("<td[^>]*>([^<]*)</td>", HTML.table(["v"], [[1234], [0.123456], [12.5], ["a"]]))
     assert cells == ["1,234", "0.1235", "12.5", "a"]
 
 
@@ -67,7 +68,7 @@ def rectangles(chart: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("values", [[1, 2, 4], [2431, 0, 7], [0, 0, 0], [0.5, 0.25, 0.125]])
 def test_bars_are_as_high_as_their_values(values):
-    chart = bars(dict(zip("abc", values, strict=True)), "x", "y")
+    chart = HTML.bars(dict(zip("abc", values, strict=True)), "x", "y")
     heights = [rect["height"] for rect in rectangles(chart)]
     scale = heights[0] / values[0] if values[0] else 0
     assert heights == pytest.approx([value * scale for value in values], abs=0.2)
@@ -78,7 +79,7 @@ def test_bars_are_as_high_as_their_values(values):
 
 def test_a_chart_stays_inside_its_box():
     for count in (1, 2, 12, 40):
-        chart = bars({f"{place * 1000}–{place * 1000 + 999}": 7 for place in range(count)}, "x", "y")
+        chart = HTML.bars({f"{place * 1000}–{place * 1000 + 999}": 7 for place in range(count)}, "x", "y")
         for rect in rectangles(chart):
             assert rect["x"] >= 64 and rect["x"] + rect["width"] <= 760
             assert rect["y"] >= 20 and rect["y"] + rect["height"] <= 240

@@ -22,7 +22,7 @@ from fullshard.config import config_from_dict, load_config
 from fullshard.planning import search
 from fullshard.planning.search import Machine
 from fullshard.planning.speed import Rates
-from fullshard.report.plan import WORDS
+from fullshard.report.page import page_words
 from fullshard.train.metrics import MetricsLog
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,8 @@ def test_side_by_side_on_the_page(capsys, tmp_path, monkeypatch):
 
 
 def test_both_languages_have_the_same_words():
-    assert set(WORDS["en"]) == set(WORDS["zh"]) and len(WORDS["en"]["stages"]) == len(WORDS["zh"]["stages"]) == 5
+    english, chinese = page_words("plan", "en"), page_words("plan", "zh")
+    assert set(english) == set(chinese) and len(english["stages"]) == len(chinese["stages"]) == 5
 
 
 @pytest.mark.slow

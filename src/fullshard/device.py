@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fullshard.errors import Blame, ConfigError
+from fullshard.errors import Blame, ConfigError, refusal
 
 HOST_BACKEND = "gloo"  # carries CPU tensors and Python objects, whatever the device
 ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the one that cpu, cuda and npu all bring
@@ -142,8 +142,7 @@ def require_tf32() -> None:
     """ConfigError where fp32 products cannot run in TF32 (NVIDIA from Ampere on) or HF32 (Ascend 910B on, as bf16)."""
     kind = device_kind()
     if not (torch.cuda.is_tf32_supported() if kind == "cuda" else kind == "npu" and supports_bf16()):
-        problem = f"train.precision=tf32: this {kind} has no TF32 or HF32 products."
-        raise ConfigError(problem, "Set train.precision=auto")
+        raise refusal("no_tf32", kind=kind)
 
 
 def set_fast_fp32(fast: bool) -> None:

@@ -1,6 +1,10 @@
 """Errors that users meet. Each carries what was given, what fits, and the next command to type."""
 
 import re
+from functools import cache
+from pathlib import Path
+
+import yaml
 
 
 class UserError(Exception):
@@ -46,6 +50,19 @@ class TrainError(UserError):
 
 
 ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}
+
+
+@cache
+def read_refusals() -> dict[str, tuple[type[UserError], list[str]]]:
+    """The kind of error, message and hint of each name in refusals.yaml."""
+    kinds = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+    return {name: (ERROR_TYPES[kind], texts) for kind, found in kinds.items() for name, texts in found.items()}
+
+
+def refusal(name: str, /, **facts: object) -> UserError:
+    """The error NAME of refusals.yaml, with the facts in its message and hint."""
+    kind, texts = read_refusals()[name]
+    return kind(*(text.format(**facts) for text in texts))
 
 
 def without_secrets(text: str) -> str:

@@ -28,7 +28,7 @@ import yaml
 from fullshard import doctor, run_folder
 from fullshard.checkpoint.format import verify_checkpoint
 from fullshard.config import RunConfig, config_from_dict, load_config
-from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError
+from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError, refusal
 from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
 
 Recipe = RunConfig | str | Path
@@ -257,8 +257,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
-        hint = f"Go on: fullshard {command}"
-        raise TrainError(f"The run was ended from outside by signal {int(error.sigval)}.", hint) from None
+        raise refusal("ended_from_outside", signal=int(error.sigval), command=command) from None
     return resolve_name("fullshard.train.loop:TrainResult").read(run) if mode in MODES else None
 
 
@@ -276,8 +275,7 @@ def _first_failure(run: Path, error: Any) -> UserError:
     if records:
         rank, kind, message = (records[0][key] for key in ("rank", "type", "message"))
         if kind == "OutOfMemoryError":
-            hint = f"See what takes it: {plan_it}  (smaller train.micro_batch, recompute, more ranks)"
-            return TrainError(f"Rank {rank} ran out of memory: {message}", hint)
+            return refusal("out_of_memory", rank=rank, message=message, plan_it=plan_it)
         place = run / run_folder.ERRORS / f"rank_{rank}.json"
         return TrainError(f"Rank {rank} raised {kind}: {message}", f"The traceback stands in {place}")
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -322,8 +320,7 @@ def _require_shared(run: Path, ranks: Any) -> None:
     if ranks.is_first and blind and not any(run.iterdir()):
         run.rmdir()
     if blind:
-        message = f"The run folder of rank 0, {places[0][0]}, is not seen from {', '.join(blind)}."
-        ranks.refuse(ConfigError(message, "Put `output` on a file system that all nodes share: output=/SHARED/FOLDER"))
+        ranks.refuse(refusal("not_shared", place=places[0][0], blind=", ".join(blind)))
 
 
 def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = None) -> Any:

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device
-from fullshard.errors import ConfigError, TrainError, UserError
+from fullshard.errors import TrainError, UserError, refusal
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
-LOST_HINT = "The output of its node says why."
 BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
 
 
@@ -62,8 +61,7 @@ class Ranks:
         if replicas == 1:
             return self.mesh
         if self.num_ranks % replicas:  # a run resumed on other ranks; else the plan has said it
-            problem = f"train.replicas={replicas} does not divide {self.num_ranks} ranks."
-            raise ConfigError(problem, f"Go on with a multiple of {replicas} ranks: --ranks {2 * replicas}")
+            raise refusal("replicas_resumed", replicas=replicas, ranks=self.num_ranks, double=2 * replicas)
         shape = (replicas, self.num_ranks // replicas)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
@@ -81,14 +79,13 @@ class Ranks:
             except UserError as error:
                 mine.append(error)
             except OSError as error:
-                problem = f"Cannot use {error.filename}: {error.strerror}."
-                mine.append(UserError(problem, "Check the path and its rights."))
+                mine.append(refusal("unusable_path", path=error.filename, why=error.strerror))
             finally:
                 finished.set()
         try:
             outcomes = exchange.result()
         except RuntimeError as error:
-            raise TrainError(f"A rank was lost: {error}", LOST_HINT) from None
+            raise refusal("rank_lost", error=error) from None
         for rank, (node, *outcome) in enumerate(outcomes):
             if len(outcome) < 2:
                 problem = outcome[0] if outcome else TrainError(f"Rank {rank} failed.", "Its own output says why.")
@@ -148,7 +145,7 @@ def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=limit)
     except RuntimeError as error:  # the others connected and died, or never came
-        raise TrainError(f"A rank was lost, or cannot be reached: {error}", LOST_HINT) from None
+        raise refusal("rank_lost", error=error) from None
     return Ranks(dist.get_rank(), dist.get_world_size(), local, device, mesh, host)
 
 

@@ -11,22 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fullshard.errors import Blame, CheckpointError, ConfigError
+from fullshard.errors import Blame, ConfigError, refusal
 
 SCHEMA_VERSION = 1
-RECIPE = "recipe.yaml"
-CONFIG = "config.json"
-PLAN = "plan.json"
-ENVIRONMENT = "environment.json"
-DATA = "data.json"
-METRICS = "metrics.jsonl"
+RECIPE, CONFIG, PLAN, ENVIRONMENT = "recipe.yaml", "config.json", "plan.json", "environment.json"
+DATA, METRICS, REPORT = "data.json", "metrics.jsonl", "report.html"
 TRACE = "trace.json"  # what the engine did in one step, by rank
 HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 EVAL = "eval.json"  # how the merged model was judged
-REPORT = "report.html"
-CHECKPOINTS = "checkpoints"
-MERGED = "merged"
-PREPARED = "prepared"  # tokenised data, one sub-folder a split
+CHECKPOINTS, MERGED, PREPARED = "checkpoints", "merged", "prepared"  # folders; prepared: a sub-folder a split
 LOCK = "lock"  # held by the rank 0 that trains, with its process id
 ERRORS = "errors"  # one file per rank that failed
 
@@ -118,11 +111,9 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
     """The newest checkpoint of ``run``, or that of ``step``. Raises CheckpointError when there is none."""
     if not (found := dict(list_checkpoints(run))):
-        hint = f"Train it anew: fullshard train {run / RECIPE} output=ANOTHER_FOLDER"
-        raise CheckpointError(f"{run} has no finished checkpoint.", hint)
+        raise refusal("no_checkpoint", run=run, recipe=run / RECIPE)
     if (number := max(found) if step is None else step) not in found:
-        steps = ", ".join(map(str, found))
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has steps {steps}.", "Pass one of these.")
+        raise refusal("no_such_step", run=run, step=step, steps=", ".join(map(str, found)))
     return number, found[number]
 
 

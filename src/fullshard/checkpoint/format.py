@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, refusal
 from fullshard.run_folder import read_json
 
 FORMAT = 1
@@ -78,8 +78,7 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
         manifest = TypeAdapter(Manifest).validate_python(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        message = f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}."
-        raise CheckpointError(message, "Use another step.") from None
+        raise refusal("damaged", path=path, place=".".join(map(str, problem["loc"])), why=problem["msg"]) from None
     for name, facts in manifest.files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
@@ -87,8 +86,7 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
         if (size := file.stat().st_size) != facts.bytes:
             raise CheckpointError(f"{file} is damaged: {size} bytes, not {facts.bytes}.", "Use another step.")
         if hashes and (found := hash_file(file)) != facts.blake2b:
-            message = f"{file} is damaged: its hash is {found}, the manifest says {facts.blake2b}."
-            raise CheckpointError(message, "Use another step: fullshard resume RUN --step N")
+            raise refusal("other_hash", file=file, found=found, wanted=facts.blake2b)
     return manifest
 
 

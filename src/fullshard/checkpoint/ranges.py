@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.checkpoint.format import MANIFEST, FileFacts, Manifest, Piece, StoredTensor, hash_file, read_manifest
-from fullshard.errors import Blame, CheckpointError
+from fullshard.errors import Blame, CheckpointError, refusal
 from fullshard.model.names import stored_name
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
@@ -105,8 +105,7 @@ class OwnCheckpoint:
             if low < high:
                 values, size = self.open_file(piece.file).get_slice(piece.key), piece.stop - piece.start
                 if (found := values.get_shape()) != [size]:
-                    place = f"{self.folder / piece.file}: {piece.key}"
-                    raise CheckpointError(f"{place} has shape {found}, not [{size}].", "Use another step.")
+                    raise refusal("piece_shape", file=self.folder / piece.file, key=piece.key, found=found, size=size)
                 parts.append(values[low - piece.start : high - piece.start])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 

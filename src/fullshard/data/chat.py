@@ -17,9 +17,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fullshard.data.files import refusal
 from fullshard.data.sources import Row
-from fullshard.errors import Blame, DataError, ModelError
+from fullshard.errors import Blame, DataError, ModelError, refusal
 from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
@@ -59,8 +58,7 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         rows, vocabulary = (num_embeddings(Path(path)) or 0, tokenizer.get_vocab()) if add_tokens else (0, {})
         if known := [token for token in add_tokens if vocabulary.get(token, rows) < rows]:
-            message = f"model.add_tokens: {known[0]!r} is a token of the model already (id {vocabulary[known[0]]})."
-            raise ModelError(message, "Leave it out; its row would start anew.")
+            raise refusal("token_known", token=known[0], id=vocabulary[known[0]])
         tokenizer.add_tokens(list(add_tokens))
         if tokenizer.chat_template:  # one text, or several of which one is the default
             tokenizer.get_chat_template().encode()

@@ -11,9 +11,8 @@ import numpy as np
 from fullshard.config import DataSection
 from fullshard.data import audit, chat
 from fullshard.data.batch_render import BatchRenderer
-from fullshard.data.files import refusal
 from fullshard.data.sources import Row
-from fullshard.errors import DataError, UserError
+from fullshard.errors import DataError, UserError, refusal
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 500, 4 << 20  # a chunk is full with one of these
 RECORD = np.dtype([("content", "<u8"), ("lengths", "<i4"), ("targets", "<i4"), ("files", "<i4"), ("lines", "<i4")])

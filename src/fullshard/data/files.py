@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fullshard.errors import Blame, DataError, without_secrets
+from fullshard.errors import Blame, DataError, refusal, without_secrets
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 BLOCK = 1 << 20  # characters of a JSON list, bytes of Parquet
@@ -26,11 +26,6 @@ FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 WAYS, ENDINGS = FACTS["other_ways"], FACTS["endings"]
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
-
-
-def refusal(name: str, /, **facts: Any) -> DataError:
-    """The error NAME of files.yaml with its facts."""
-    return DataError(*(text.format(**facts) for text in FACTS["refusals"][name]))
 
 
 class BadRow(DataError):

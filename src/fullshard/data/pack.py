@@ -7,7 +7,7 @@ from bisect import bisect_left
 import numpy as np
 
 from fullshard.config import TrainSection, parse_quantity
-from fullshard.errors import ConfigError
+from fullshard.errors import refusal
 
 EVEN_BELOW = 16  # sequences a rank: one more of them is then over 6 % of what the rank has to do
 
@@ -45,8 +45,7 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
         if not (of_epoch := windows(lengths, train.seed, epoch, quantity, train.drop_last)):
             size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
-            hint = f'Set train.global_batch="{size} {quantity[1]}", or train.drop_last=false.'
-            raise ConfigError(f"0 steps: {size} {quantity[1]} < {quantity[0]} (train.drop_last).", hint)
+            raise refusal("no_steps", size=size, unit=quantity[1], asked=quantity[0])
         share = min(1.0, train.epochs - epoch)
         steps += [(epoch, window) for window in of_epoch[: max(1, round(share * len(of_epoch)))]]
         epoch += 1

@@ -25,11 +25,10 @@ from fullshard.config import RunConfig
 from fullshard.data import audit, chat
 from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chunks import RECORD, Part, cut_chunks
-from fullshard.data.files import refusal
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
 from fullshard.data.workers import Workers
 from fullshard.device import num_cores
-from fullshard.errors import Blame, DataError, UserError
+from fullshard.errors import Blame, DataError, UserError, refusal
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config import DataFile, DataSection
-from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records, refusal
-from fullshard.errors import Blame, DataError
+from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
+from fullshard.errors import Blame, DataError, refusal
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}

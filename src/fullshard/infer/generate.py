@@ -13,9 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
 from fullshard.device import select_device
-from fullshard.errors import Blame, ConfigError, ModelError
+from fullshard.errors import Blame, ConfigError, ModelError, refusal
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import MERGE_FACTS, attention_for, read_config, refusal, stop_ids, union_of_ids
+from fullshard.model.load import MERGE_FACTS, attention_for, read_config, stop_ids, union_of_ids
 from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
@@ -49,7 +49,7 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
     if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
-        raise ModelError(*refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent)))
+        raise refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent))
     tokenizer = load_tokenizer(folder)
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
     loaded.generation_config = GenerationConfig()
@@ -88,7 +88,7 @@ def prompt_tokens(
             messages.insert(0, {"role": "system", "content": system})
         return answerer.renderer.prompt(messages, tools)
     if system is not None or not isinstance(prompt, str):
-        raise ConfigError(*refusal("plain_text_only"))
+        raise refusal("plain_text_only")
     return answerer.renderer.prompt(prompt)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.device import select_device
-from fullshard.errors import Blame, ConfigError
+from fullshard.errors import Blame, ConfigError, refusal
 from fullshard.infer.generate import arguments_for
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import refusal
 
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 
@@ -30,7 +29,7 @@ def serve_model(
         place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
         os.execv(vllm, [vllm, "serve", str(folder), *place])
     if missing := [name for name in NEEDED if util.find_spec(name) is None]:
-        raise ConfigError(*refusal("not_served", missing=", ".join(missing), model=model))
+        raise refusal("not_served", missing=", ".join(missing), model=model)
     from transformers.cli.serve import Serve
 
     print(f"http://{host}:{port}/v1 answers as model {folder} (OpenAI's protocol); Ctrl-C ends it", flush=True)

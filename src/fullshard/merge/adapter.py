@@ -9,9 +9,9 @@ import torch
 
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
-from fullshard.errors import MergeError
+from fullshard.errors import MergeError, refusal
 from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
-from fullshard.model.load import WeightFiles, build_on_meta, refusal
+from fullshard.model.load import WeightFiles, build_on_meta
 from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
 from fullshard.model.weight_map import WeightMap
 
@@ -79,10 +79,10 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Ada
     adapters = {}
     for module, place in names.places.items():
         if place.parameter in names.weights.aliases:
-            raise MergeError(*refusal("shared_weight", module=module, weight=place.parameter.removesuffix(".weight")))
+            raise refusal("shared_weight", module=module, weight=place.parameter.removesuffix(".weight"))
         adapters[names.canonical[place.parameter]] = _read_one(module, place, checkpoint, names)
     if not any(adapter.has_moved for adapter in adapters.values()):
-        raise MergeError(*refusal("never_moved", count=len(adapters), step=checkpoint.manifest.step))
+        raise refusal("never_moved", count=len(adapters), step=checkpoint.manifest.step)
     return adapters
 
 

@@ -13,12 +13,12 @@ from fullshard import run_folder
 from fullshard.checkpoint.format import hash_file, verify_checkpoint
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.data.chat import added_ids, load_tokenizer
-from fullshard.errors import MergeError
+from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import Adapter, ModelNames, read_adapters
 from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, ExactWeights, plan_outputs, write_weights
-from fullshard.model.load import MERGE_FACTS, refusal, unfinished_folder
+from fullshard.model.load import MERGE_FACTS, unfinished_folder
 from fullshard.run_folder import newest_checkpoint, read_json, require_run, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +77,7 @@ def merge_run(
     num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
     with unfinished_folder(output, MergeError, "Choose another with --output.") as unfinished:
         if (free := shutil.disk_usage(unfinished).free) < num_bytes:
-            raise MergeError(*refusal("no_room", needed=num_bytes / 1e9, parent=output.parent, free=free / 1e9))
+            raise refusal("no_room", needed=num_bytes / 1e9, parent=output.parent, free=free / 1e9)
         progress("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
         copied = copy_tokenizer_files(base, unfinished)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from fullshard.errors import MergeError
+from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE
 from fullshard.merge.writer import ExactWeights, OutputTensor
-from fullshard.model.load import refusal
 
 FP32_RELATIVE = 1e-3  # of the range: the largest difference, unrounded, where training computed in fp32
 LOW_PRECISION_RELATIVE = 0.1  # the same where it did not, and as stored, where these hold too:
@@ -87,9 +86,9 @@ def prove(
         _put_exact_values(model, rounded, exact)
         unrounded = compare_logits(reference, model(input_ids=tokens, use_cache=False).logits[0])
     if not is_close(unrounded, low_precision=compute != "fp32"):
-        raise MergeError(*refusal("other_state", line=unrounded.line))
+        raise refusal("other_state", line=unrounded.line)
     if rounded and not is_close(stored, low_precision=True):
-        raise MergeError(*refusal("rounding", line=stored.line))
+        raise refusal("rounding", line=stored.line)
     return stored, unrounded, tuple(sorted(unexpected))
 
 

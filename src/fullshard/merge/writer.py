@@ -13,9 +13,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.checkpoint.ranges import SAFETENSORS_DTYPES, OwnCheckpoint
-from fullshard.errors import MergeError
+from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames
-from fullshard.model.load import INDEX, refusal
+from fullshard.model.load import INDEX
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
@@ -58,7 +58,7 @@ class ExactWeights:
         self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]
         if is_full and (absent := [name for name in wanted if name not in self._trained]):
-            raise MergeError(*refusal("lacking", name=absent[0], count=len(set(absent))))
+            raise refusal("lacking", name=absent[0], count=len(set(absent)))
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
@@ -128,6 +128,6 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    raise MergeError(*refusal("not_finite", name=tensor.name, dtype=dtype))
+                    raise refusal("not_finite", name=tensor.name, dtype=dtype)
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

@@ -12,9 +12,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from fullshard.config import LoraSection
-from fullshard.errors import ModelError
+from fullshard.errors import ModelError, refusal
 from fullshard.model.blocks import is_tied
-from fullshard.model.load import refusal
 from fullshard.model.names import ADAPTER, base_name, is_adapter
 
 
@@ -45,7 +44,7 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
     except ValueError as error:
         family = type(model).__name__
         if "use_dora" in str(error):
-            raise ModelError(*refusal("dora_experts", family=family)) from None
+            raise refusal("dora_experts", family=family) from None
         leaves = {name.split(".")[-1] for name, _ in linear}
         message = f"lora.targets = {lora.targets!r} does not fit {family}: {str(error).splitlines()[0]}"
         raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
@@ -64,7 +63,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
     adapted_head = hasattr(head, "base_layer") and (trains_vocabulary or is_tied(model))
     if hasattr(embedding, "base_layer") or adapted_head:
         # It could not be merged into one weight, or would be trained twice.
-        raise ModelError(*refusal("adapted", targets=lora.targets, part="head" if adapted_head else "embedding"))
+        raise refusal("adapted", targets=lora.targets, part="head" if adapted_head else "embedding")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     if trains_vocabulary:

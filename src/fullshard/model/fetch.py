@@ -13,8 +13,8 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 
 from fullshard.config import RunConfig
-from fullshard.errors import ModelError, without_secrets
-from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, refusal, weight_names
+from fullshard.errors import ModelError, refusal, without_secrets
+from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
@@ -31,7 +31,7 @@ def fetch_model(
     if not folder.exists() and MODEL_ID.fullmatch(str(path)):
         folder = _download(str(path), source, revision, weights)
     elif revision is not None and folder.exists():
-        raise ModelError(*refusal("revision_of_folder", revision=revision, path=path))
+        raise refusal("revision_of_folder", revision=revision, path=path)
     return check_model_folder(folder, weights)
 
 
@@ -100,6 +100,6 @@ def _modelscope(model_id: str) -> _Hub:
         from modelscope_hub import HubApi
         from modelscope_hub.errors import HubError
     except ImportError:
-        raise ModelError(*refusal("no_modelscope", model_id=model_id)) from None
+        raise refusal("no_modelscope", model_id=model_id) from None
     files = partial(HubApi().list_repo_files, repo_type="model")
     return "ModelScope", snapshot_download, files, (HubError, OSError, ValueError, RuntimeError)

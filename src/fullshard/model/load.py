@@ -17,7 +17,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from fullshard.device import ATTENTION
-from fullshard.errors import Blame, ModelError, UserError
+from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.model.attention import BY_DOCUMENT
 from fullshard.run_folder import publish_folder, read_json, sync_path
 
@@ -25,15 +25,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
-REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 GENERATION_CONFIG = "generation_config.json"
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
-
-
-def refusal(key: str, **facts: Any) -> list[str]:
-    """Message and hint of an error: those of ``key`` in refusals.yaml, with the facts in them."""
-    return [text.format(**facts) for text in REFUSALS[key]]
 
 
 def check_model_folder(path: str | Path, weights: bool = True) -> Path:
@@ -47,9 +41,9 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     if missing == [SINGLE]:
         others = sorted(folder.glob("*.bin"))
         found = f" It has {others[0].name}, which this version does not read." if others else ""
-        raise ModelError(*refusal("no_safetensors", folder=folder, single=SINGLE, index=INDEX, found=found))
+        raise refusal("no_safetensors", folder=folder, single=SINGLE, index=INDEX, found=found)
     if missing:
-        raise ModelError(*refusal("files_missing", folder=folder, count=len(missing), all=len(names), first=missing[0]))
+        raise refusal("files_missing", folder=folder, count=len(missing), all=len(names), first=missing[0])
     return folder
 
 
@@ -134,7 +128,7 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
         raise ModelError(f"{family} models see or hear; only text models can be trained.", "Take its text model.")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise ModelError(*refusal("quantised", path=path, method=method))
+        raise refusal("quantised", path=path, method=method)
     attention = attention_for(config, packing)
     with Blame(ModelError, str(path), "A causal language model is needed; check config.json."), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)

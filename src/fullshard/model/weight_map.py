@@ -14,8 +14,8 @@ from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from fullshard.errors import Blame, ModelError
-from fullshard.model.load import WeightFiles, refusal
+from fullshard.errors import Blame, ModelError, refusal
+from fullshard.model.load import WeightFiles
 from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -89,7 +89,7 @@ class WeightMap:
             if self._source_name(plain := base_name(name)) in self._outputs:
                 buffer.copy_(self.read(plain).view(buffer.shape))
             if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-                raise ModelError(*refusal("unknown_buffer", name=name))
+                raise refusal("unknown_buffer", name=name)
 
     def dtype(self, name: str) -> str:
         """Safetensors' name of the dtype in which the files hold the parameter."""
@@ -128,10 +128,11 @@ class WeightMap:
             return
         counts = Counter(pattern for pattern, _ in group.sources)
         if len(set(counts.values())) > 1 or len(counts) < len(group.converter.source_patterns):
-            raise ModelError(*refusal("incomplete_group", where=self._where, target=group.target, counts=dict(counts)))
+            raise refusal("incomplete_group", where=self._where, target=group.target, counts=dict(counts))
         empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
         made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
-        with Blame(ModelError, *refusal("irreversible", where=self._where, target=group.target, made_of=made_of)):
+        wrong = refusal("irreversible", where=self._where, target=group.target, made_of=made_of)
+        with Blame(ModelError, wrong.message, wrong.hint):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
         if wrong := [name for _, name in group.sources if back[name].shape != empty[name].shape]:
@@ -168,19 +169,19 @@ class WeightMap:
         for names in set(self.aliases.values()):
             stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
-                raise ModelError(*refusal("ties", where=self._where, names=" and ".join(names)))
+                raise refusal("ties", where=self._where, names=" and ".join(names))
         parameters = [name for name, _ in model.named_parameters()]
         if missing := [name for name in parameters if self._source_name(name) not in self._outputs]:
             count, first = f"{len(missing)} of {len(parameters)}", ", ".join(missing[:5])
-            raise ModelError(*refusal("no_tensor", where=self._where, count=count, first=first))
+            raise refusal("no_tensor", where=self._where, count=count, first=first)
         for name in parameters:
             if self.dtype(name) not in FLOATS:
-                raise ModelError(*refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name)))
+                raise refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name))
             expected, stored_name = self.shapes[name], self._source_name(name)
             found = self._outputs[stored_name].outputs[stored_name]
             has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
             if found != expected and not has_grown:
-                raise ModelError(*refusal("other_shape", name=name, expected=expected, found=found, where=self._where))
+                raise refusal("other_shape", name=name, expected=expected, found=found, where=self._where)
 
     def _read_grown(self, file_name: str, first: int, last: int) -> torch.Tensor:
         """Rows of a vocabulary tensor: old ones from the file, new ones the mean of the old."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from fullshard.errors import PlanError
+from fullshard.errors import PlanError, refusal
 
 GIB = 2**30
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -64,8 +64,7 @@ def parse_devices(text: str) -> tuple[int, Accelerator]:
         nearest = difflib.get_close_matches(name, cards, 3, 0.4) or cards
         raise PlanError(f"--devices {text}: no facts about a card {name!r}.", f"Nearest known: {', '.join(nearest)}")
     if size and not 1 <= int(size) * GIB / card.usable_bytes <= 1.1:  # sold 80 GB, usable 79.3 GiB; sold 24, usable 22
-        usable = f"{card.name} has {card.usable_bytes / GIB:.1f} GiB usable"
-        raise PlanError(f"--devices {text}: the {usable}, not {size}.", f"--devices {count}x{card.name}")
+        raise refusal("other_size", text=text, card=card.name, gib=card.usable_bytes / GIB, size=size, count=count)
     return int(count), card
 
 

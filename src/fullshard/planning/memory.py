@@ -141,8 +141,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(shape.block if does.table else largest_unit(shape), sharded), sharded * job.accumulates
-    moving = 2 * does.table or does.reduced  # a block's gradients, and what arrives of others'
-    table = does.table * shape.head_matrix * (sharded > 0)
+    table, moving = does.table * shape.head_matrix * (sharded > 0), 2 * does.table or does.reduced
     copied = int(COPIES * 4 * shape.head_matrix) * (job.on_cpu and job.engine == "torch")
     copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, does.table)  # of tied: two and their sum
     lines += [

@@ -14,7 +14,7 @@ import numpy as np
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
-from fullshard.errors import ConfigError, PlanError
+from fullshard.errors import ConfigError, PlanError, refusal
 from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import CPU_PROCESS_BYTES, Job, memory_lines, moment_peaks, own_practice
@@ -92,8 +92,7 @@ def make_plan(
     plan = _finish(config, num_ranks, facts, choice, tokens_per_second)
     place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
     if not facts.machine.card and (free := shutil.disk_usage(place).free) < plan.disk_bytes:
-        needs = f"A checkpoint takes {format_bytes(plan.disk_bytes)}; the disk of {place} has {format_bytes(free)} free"
-        raise PlanError(f"{needs}.", "Set output=FOLDER on another disk, or free this one.")
+        raise refusal("no_disk", needed=format_bytes(plan.disk_bytes), place=place, free=format_bytes(free))
     return plan
 
 
@@ -124,15 +123,16 @@ def _start(
         raise PlanError(f"--ranks {ranks} with --devices {devices}: a device has one rank.", "Leave --ranks out.")
     if num_ranks % config.train.replicas:
         fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if not num_ranks % n)
-        message = f"train.replicas={config.train.replicas} does not divide {num_ranks} ranks."
-        raise PlanError(message, f"Take one of {fitting}.")
+        raise refusal("replicas_planned", replicas=config.train.replicas, ranks=num_ranks, fitting=fitting)
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
     read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
     kind = choose_precision(config, facts.machine).partition("_")[0]
     if card and kind not in card.flops:
         raise PlanError(f"--devices {devices}: no facts about its {kind}.", f"train.precision={next(iter(card.flops))}")
-    _require_positions(config, facts)
+    positions, longest = facts.shape.max_positions, facts.volume.longest
+    if positions and longest > positions and not facts.volume.is_estimate:
+        raise refusal("too_few_positions", longest=longest, path=config.model.path, positions=positions)
     return num_ranks, replace(facts, price=price, currency=currency or "")
 
 
@@ -176,26 +176,19 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
-    """The fastest choice that fits, reducing gradients once a step if one does (on CPU the first: they are in order);
-    where none fits, that with the least peak."""
-    usable, machine = facts.machine.usable_bytes(num_ranks), facts.machine
+    """The fastest choice that fits, if one can reducing gradients once a step (on CPU the first); else the least."""
+    machine = facts.machine
     choices = list(_choices(config, num_ranks, facts))
-    fitting = [choice for choice in choices if choice.peak_bytes <= usable]
+    fitting = [choice for choice in choices if choice.peak_bytes <= machine.usable_bytes(num_ranks)]
     if not fitting:
         return min(choices, key=lambda choice: choice.peak_bytes)
     card, link = machine.card or machine.known, machine.link_bytes_per_second
     fitting = [choice for choice in fitting if choice.reduce_each == fitting[0].reduce_each]
     if card is None or len(fitting) == 1:
         return fitting[0]
-
-    @functools.cache
-    def work(micro_batch: tuple[int, str]) -> StepWork:
-        return measure_work(config, num_ranks, facts.volume, micro_batch)[0]
-
-    def seconds(choice: Choice) -> float:
-        return run_seconds(facts.shape, work(choice.micro_batch), choice.job, machine.rates, link, card)[1]
-
-    return min(fitting, key=seconds)
+    sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, link, card)
+    works = {size: measure_work(config, num_ranks, facts.volume, size)[0] for size in sizes}
+    return min(fitting, key=lambda one: run_seconds(facts.shape, works[one.micro_batch], one.job, *speeds)[1])
 
 
 def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice]:
@@ -249,13 +242,6 @@ def _micro_batches(config: RunConfig, num_ranks: int, facts: Facts) -> list[tupl
     sizes = [max(min(size, bound), longest) for size in tried]
     # a whole step at once keeps no gradients over micro-batches; one row is the least
     return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
-
-
-def _require_positions(config: RunConfig, facts: Facts) -> None:
-    positions, longest = facts.shape.max_positions, facts.volume.longest
-    if positions and longest > positions and not facts.volume.is_estimate:
-        message = f"The longest row has {longest:,} tokens; {config.model.path} has {positions:,} positions."
-        raise ConfigError(message, f"Set data.max_length={positions} and data.too_long=drop (or cut).")
 
 
 def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, Any]]:

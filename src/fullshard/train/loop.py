@@ -20,7 +20,7 @@ from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
-from fullshard.errors import CheckpointError, ConfigError, TrainError
+from fullshard.errors import ConfigError, TrainError, refusal
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
@@ -294,11 +294,9 @@ class Trainer:
         self.last_eval = manifest.trainer.get("last_eval")
         found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
         if found != (wanted := (len(self.steps), self._position(step))):
-            message = f"The run was planned for {found[0]} steps and has done {found[1]} (epoch, its windows);"
-            raise ConfigError(f"{message} the recipe means {wanted}.", "Resume with the run's own recipe.")
+            raise refusal("other_steps", planned=found[0], done=found[1], wanted=wanted)
         if manifest.trainer["data_hash"] != self.data.hash:
-            message = f"{self.run / PREPARED} is not the data that the checkpoint of step {step} was trained on."
-            raise CheckpointError(message, "Prepare the same files again, or start a new run.")
+            raise refusal("other_data", place=self.run / PREPARED, step=step)
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")
         return step
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fullshard.errors import ConfigError
+from fullshard.errors import refusal
 
 Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # (values, step), and the end
 STEPS_TO_JUDGE = 3  # after which the plan's memory and time stand beside what was measured
@@ -34,8 +34,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """ConfigError where a tracker's package is not installed."""
     for name in names:
         if util.find_spec(name) is None:
-            hint = f"pip install {name} (or fullshard[trackers]), or leave it out of train.trackers"
-            raise ConfigError(f"train.trackers: {name} is not installed.", hint)
+            raise refusal("no_tracker", name=name)
 
 
 class MetricsLog:

@@ -8,7 +8,7 @@ import torch
 
 from fullshard.checkpoint.ranges import Moments
 from fullshard.config import RunConfig
-from fullshard.errors import TrainError
+from fullshard.errors import refusal
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, local_part
 from fullshard.train.precision import LossScale, round_stochastically
@@ -102,5 +102,4 @@ def require_finite(shards: list[Shard], norm: float, loss: float, step: int, ran
     problem = f"non-finite gradient ({'; '.join(found)})" if found else f"non-finite loss {loss} or norm {norm}"
     if found and math.isfinite(loss) and scale.update(good=False):
         return f"skipped step {step}: {problem}"
-    hint = "Lower train.learning_rate, or train with train.precision=fp32; the last checkpoint is untouched."
-    raise TrainError(f"Step {step}: {problem}.", hint)
+    raise refusal("not_finite_in_training", step=step, problem=problem)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.config import RunConfig
-from fullshard.errors import ConfigError, ModelError, TrainError
+from fullshard.errors import TrainError, refusal
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import find_blocks, find_units
@@ -50,8 +50,7 @@ def build_sharded(
     fingerprint = files.fingerprint()
     for rank, other in enumerate(ranks.gather_objects(fingerprint)):
         if other != fingerprint:
-            message = f"{config.model.path} is another model on rank {rank} than on rank {ranks.rank}."
-            raise TrainError(message, "Give all nodes the same files; for an id, set model.revision to one commit.")
+            raise refusal("other_model", path=config.model.path, rank=rank, own=ranks.rank)
     weights = WeightMap(causal_lm, files, config.model.path, new_ids)
     if config.method == "lora":
         add_adapters(causal_lm, config.lora, trains_vocabulary=bool(new_ids))
@@ -139,8 +138,7 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
     built.sharded.after_step()
     largest, limit = own.abs().max().clamp_min(1e-6), LOSS_PATH_TOLERANCE[precision.compute]
     if float(ahead / largest) > LEAK_TOLERANCE[precision.compute]:
-        family = type(model.causal_lm).__name__
-        raise ModelError(f"{family} looks ahead: a later token changes earlier logits.", "A causal model is needed.")
+        raise refusal("looks_ahead", family=type(model.causal_lm).__name__)
     difference = float((ours - own).abs().max() / largest)
     of_loss = abs(loss / own_loss - 1) if input_ids.shape[1] > 1 else 0.0  # one token has no target
     differs = f"logits by {difference:.1e}, loss by {of_loss:.1e}"
@@ -179,8 +177,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         differs = f"logits differ by {max(difference, leak):.1e}"
         failures.append(f"{way}: {reached} of {num_blocks} blocks reached, {differs}")
     model.train()
-    message = f"Packing does not keep rows apart in {type(model.causal_lm).__name__} ({'; '.join(failures)})."
-    raise ConfigError(message, "Set data.packing=false")
+    raise refusal("not_kept_apart", family=type(model.causal_lm).__name__, failures="; ".join(failures))
 
 
 def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
@@ -223,8 +220,7 @@ class GradientReach:
         trained = [shard.name for shard in shards if shard.trainable]
         missing = [name for name in trained if name not in got and _owner(name) not in alive]
         if dead := [name for name in missing if _owner(name) in used]:
-            message = f"{len(dead)} adapter tensors took part and got no gradient, first {dead[0]}."
-            raise TrainError(message, "Set train.recompute=none; if that is no help, leave the layer out: lora.targets")
+            raise refusal("dead_adapters", count=len(dead), first=dead[0])
         line = f"trainable tensors that received a gradient: {len(trained) - len(missing)} of {len(trained)}"
         return f"{line}; the first that this step did not use: {missing[0]}" if missing else line
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard.device import device_of
-from fullshard.errors import ConfigError, TrainError
+from fullshard.errors import TrainError, refusal
 from fullshard.shard.interface import Shard, in_later_replica
 from fullshard.shard.simple.layout import lay_out_group
 from fullshard.shard.simple.unit import GatherBuffer, Group, Phase, Unit, Wires
@@ -139,8 +139,7 @@ class SimpleShardedModel:
         content: dict[tuple[int, bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter, numbers in unit_of.items():
             if not parameter.is_floating_point():
-                message = f"{names[parameter]} is {parameter.dtype}: only floating-point parameters can be sharded."
-                raise ConfigError(message, "Take the model's unquantised weights.")
+                raise refusal("no_float", name=names[parameter], dtype=parameter.dtype)
             alone = parameter in replicated
             number = self._adapters.number if alone else numbers.pop() if len(numbers) == 1 else self._root.number
             compute = parameter.dtype if alone else precision.compute

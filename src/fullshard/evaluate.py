@@ -284,12 +284,16 @@ def _answers(
     for (place, row, wanted), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(ids).strip()
         expected = (decode(wanted) if last.get("tool_calls") else last["content"]).strip()
-        said, right = (text.rpartition("</think>")[2].strip() for text in (answer, expected))
+        said, right = _conclusion(answer), _conclusion(expected)
         number = extract_number(right) if "####" in right or NUMBER.fullmatch(right) else None
         judged = said == right, None if number is None else extract_number(said) == number, bool(refusal.match(said))
         judged += (score(answer, row, expected) if score else None,)
         answers.append(Answer(place, row.origin, row.messages[-2]["content"], expected, answer, len(ids), *judged))
     return answers, left_out
+
+
+def _conclusion(answer: str) -> str:
+    return answer.rpartition("</think>")[2].strip()
 
 
 def _load_scorer(path: str, data: str, source: str) -> Scorer:

@@ -270,14 +270,13 @@ def _first_failure(run: Path, error: Any) -> UserError:
     plan_it = f"fullshard plan {run / run_folder.RECIPE}"
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            ended = f"ended by signal {-failure.exitcode}{' (often: out of memory)' * (failure.exitcode == -9)}"
-            return TrainError(f"Rank {rank} was {ended}.", f"Check memory: {plan_it}")
+            often = " (often: out of memory)" * (failure.exitcode == -9)
+            return refusal("ended_by_signal", rank=rank, signal=-failure.exitcode, often=often, plan_it=plan_it)
     if records:
         rank, kind, message = (records[0][key] for key in ("rank", "type", "message"))
         if kind == "OutOfMemoryError":
             return refusal("out_of_memory", rank=rank, message=message, plan_it=plan_it)
-        place = run / run_folder.ERRORS / f"rank_{rank}.json"
-        return TrainError(f"Rank {rank} raised {kind}: {message}", f"The traceback stands in {place}")
+        return refusal("rank_raised", rank=rank, kind=kind, message=message, folder=run / run_folder.ERRORS)
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
 

@@ -177,8 +177,7 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
     """The fastest choice that fits, if one can reducing gradients once a step (on CPU the first); else the least."""
-    machine = facts.machine
-    choices = list(_choices(config, num_ranks, facts))
+    machine, choices = facts.machine, list(_choices(config, num_ranks, facts))
     fitting = [choice for choice in choices if choice.peak_bytes <= machine.usable_bytes(num_ranks)]
     if not fitting:
         return min(choices, key=lambda choice: choice.peak_bytes)

@@ -277,13 +277,14 @@ def test_prepared_rows_are_counted_exactly(on_machine, recipe):
     assert read_volume(recipe(data={"eval": 0.2})).is_estimate  # prepared for another recipe
 
 
-def test_rows_longer_than_the_models_positions(on_machine, recipe):
+def test_rows_longer_than_the_models_positions(on_machine, recipe, monkeypatch):
     config = recipe(data={"max_length": 1024})
     facts = read_facts(config)
     assert longest_row(config, facts) == 64  # K1 has 64 positions
     too_long = dataclasses.replace(facts, volume=Volume(np.array([80]), 0.5, 0, False))
+    monkeypatch.setattr(search, "read_facts", lambda *given: too_long)
     with pytest.raises(ConfigError, match="80 tokens"):
-        search._require_positions(config, too_long)
+        make_plan(config)
 
 
 def test_bad_inputs(on_machine, recipe, tmp_path):

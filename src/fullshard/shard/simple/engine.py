@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard.device import device_of
-from fullshard.errors import TrainError, refusal
+from fullshard.errors import refusal
 from fullshard.shard.interface import Shard, in_later_replica
 from fullshard.shard.simple.layout import lay_out_group
 from fullshard.shard.simple.unit import GatherBuffer, Group, Phase, Unit, Wires
@@ -32,7 +32,6 @@ from fullshard.train.precision import Precision
 
 PREFETCH = 1  # units gathered ahead
 BUFFERS = PREFETCH + 2  # of blocks: one computes, one is gathered, one is reduced
-HINT = "All ranks must run the same modules in the same order; a model that skips some at random cannot be sharded."
 
 
 class Schedule:
@@ -60,7 +59,7 @@ class Schedule:
             self.order.append(unit)
         elif self._place == len(self.order) or self.order[self._place] is not unit:
             expected = self.order[self._place].name if self._place < len(self.order) else "the end"
-            raise TrainError(f"The order of units has changed: {unit.name} runs where {expected} ran first.", HINT)
+            raise refusal("order_changed", unit=unit.name, expected=expected)
         self._place += 1
 
     def end(self, root: Unit) -> None:
@@ -228,8 +227,7 @@ class SimpleShardedModel:
         for rank, number in enumerate(numbers):
             other = self._units[int(number)]
             if other is not unit:
-                here = f"Rank {self._wires.gather.rank} runs {unit.name}"
-                raise TrainError(f"{here} where rank {rank} runs {other.name}.", HINT)
+                raise refusal("other_order", own=self._wires.gather.rank, unit=unit.name, rank=rank, other=other.name)
 
     def _note(self, what: str, unit: Unit) -> None:
         if self.events is not None:

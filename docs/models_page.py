@@ -94,10 +94,10 @@ def facts_of(family: str, folder: Path) -> dict[str, bool]:
     model = build_on_meta(path)
     weights = WeightMap(model, WeightFiles(path), family)
     settings = model.config.get_text_config()
-    names = weights.files.names()
+    used = [(name, weights.groups[name]) for name in weights.files.names if name in weights.groups]
     facts = {
-        "converted": any(weights.is_converted(name) for name in names if weights.parameters_of(name)),
-        "renamed": any(weights.parameters_of(name) not in ([name], []) for name in names),
+        "converted": any(group.converter is not None for _, group in used),
+        "renamed": any(list(group.outputs) not in ([name], []) for name, group in used),
         "bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
         "scale": any(getattr(settings, key, None) for key in ("logits_scaling", "logit_scale")),
         "cap": bool(getattr(settings, "final_logit_softcapping", None)),

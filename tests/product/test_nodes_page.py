@@ -73,7 +73,8 @@ def test_slurm_script_is_bash(page, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_messages_and_files_are_those_of_the_code(page):
     """The fixed parts of every message that the page shows stand in the source."""
-    source = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    files = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".yaml")]
+    source = " ".join(path.read_text(encoding="utf-8") for path in files)
     shown = "\n".join(blocks(page, "text"))
     for part in ("The run folder of rank 0, ", "is not seen from ", "No model folder at "):
         assert part in shown and part in source

@@ -85,7 +85,7 @@ def test_written_recipe_prepares_and_plans(k1_folder, questions, here):
     assert "fullshard plan jobs/mine.yaml" in printed
     config = load_config(here / "jobs" / "mine.yaml")
     account = prepare(config, here / "prepared")
-    assert account["longest"] == 27
+    assert account["train"]["longest"] == 27
     assert search.make_plan(config, ranks=2).num_steps > 0
 
 

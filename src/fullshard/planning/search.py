@@ -177,15 +177,15 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
     """The fastest choice that fits, if one can reducing gradients once a step (on CPU the first); else the least."""
-    machine, choices = facts.machine, list(_choices(config, num_ranks, facts))
-    fitting = [choice for choice in choices if choice.peak_bytes <= machine.usable_bytes(num_ranks)]
-    if not fitting:
-        return min(choices, key=lambda choice: choice.peak_bytes)
-    card, link = machine.card or machine.known, machine.link_bytes_per_second
-    fitting = [choice for choice in fitting if choice.reduce_each == fitting[0].reduce_each]
-    if card is None or len(fitting) == 1:
-        return fitting[0]
-    sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, link, card)
+    machine, fitting, others = facts.machine, [], []
+    card, usable = machine.card or machine.known, machine.usable_bytes(num_ranks)
+    for choice in _choices(config, num_ranks, facts):
+        if fitting and (card is None or choice.reduce_each > fitting[0].reduce_each):
+            break  # they come in order: nothing after these can be taken
+        (fitting if choice.peak_bytes <= usable else others).append(choice)
+    if len(fitting) < 2:
+        return min(fitting or others, key=lambda choice: choice.peak_bytes)
+    sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, machine.link_bytes_per_second, card)
     works = {size: measure_work(config, num_ranks, facts.volume, size)[0] for size in sizes}
     return min(fitting, key=lambda one: run_seconds(facts.shape, works[one.micro_batch], one.job, *speeds)[1])
 

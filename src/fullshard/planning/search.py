@@ -344,20 +344,20 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
 def _notes(config: RunConfig, facts: Facts, choice: Choice) -> list[str]:
     machine, volume, job, rates = facts.machine, facts.volume, choice.job, facts.machine.rates
     on_cpu, positions, merged = machine.kind == "cpu", facts.shape.max_positions, choice.moments["merge"]
-    usable = machine.usable_bytes(job.num_ranks)
+    usable, error = machine.usable_bytes(job.num_ranks), EXPLAIN["memory_error"]
     holds = {
         "card": machine.card, "shipped": shapes.shipped_config(config.model.path), "assumed": volume.assumption,
         "estimated": volume.is_estimate and not volume.assumption, "rates": on_cpu and config.train.precision == "auto",
         "fp16": on_cpu and job.precision == "fp16", "reduced": choice.reduce_each,
         "recomputed": job.recompute and config.train.recompute == "auto",
-        "tight": usable < choice.peak_bytes <= usable / (1 - EXPLAIN["memory_error"]),
+        "tight": usable < choice.peak_bytes <= usable / (1 - error),
         "positions": config.data.max_length > job.longest == positions,
         "merged": on_cpu and merged > machine.usable_bytes(1), "shared": on_cpu and facts.price,
     }  # fmt: skip
     values = {
         "card": machine.card, "gib": machine.memory_bytes / GIB, "tera": rates.bf16 / 1e12, "volume": volume,
         "link": (machine.link_bytes_per_second or 0) / 1e9, "path": config.model.path, "positions": positions,
-        "job": job, "fp32": rates.fp32 / 1e9, "bf16": rates.bf16 / 1e9, "merged": format_bytes(merged),
+        "job": job, "fp32": rates.fp32 / 1e9, "bf16": rates.bf16 / 1e9, "merged": format_bytes(merged), "error": error,
     }  # fmt: skip
     return [note.format(**values) for name, note in EXPLAIN["notes"].items() if holds[name]]
 

@@ -57,7 +57,7 @@ RECIPE_KEY_LINES = """
     train.epochs train.max_steps train.learning_rate train.global_batch train.drop_last train.micro_batch
     train.precision train.optimizer train.weight_decay train.schedule train.warmup train.clip_norm train.recompute
     train.sharding train.replicas
-    train.eval_every train.save_every train.keep_last train.trackers train.router_loss train.seed
+    train.eval_every train.save_every train.keep_last train.keep_best train.trackers train.router_loss train.seed
     engine
     output
 """

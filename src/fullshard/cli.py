@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             traceback.print_exc()
-        known, code = problem, 2
+        known, code = problem, getattr(problem, "exit_code", 2)
         if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             known = UserError(f"The disk takes no more: {problem.strerror}.", "Free some of it, then try again.")
         elif isinstance(problem, OSError) and problem.filename is not None:

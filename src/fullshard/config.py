@@ -118,6 +118,7 @@ class TrainSection(Section):
     eval_every: int | None = Field(None, ge=1)
     save_every: int | None = Field(None, ge=1)
     keep_last: int = Field(2, ge=1)
+    keep_best: bool = False
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(default_factory=list)
     router_loss: bool = False
     seed: int = Field(0, ge=0, le=2**62)

@@ -11,6 +11,7 @@ class UserError(Exception):
     """A problem the user can solve. ``message`` says what was given and what fits; ``hint`` is the next step."""
 
     told = False  # another rank of this machine prints it
+    exit_code = 2  # of the command
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -47,6 +48,10 @@ class MergeError(UserError):
 
 class TrainError(UserError):
     """Training had to stop (a rank failed, a value is not finite)."""
+
+
+class Stopped(UserError):
+    """A run that was asked to stop, and has saved its state first. Exit code: 128 and the signal's number."""
 
 
 ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}

@@ -9,6 +9,7 @@ import signal
 import socket
 import statistics
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -26,16 +27,18 @@ import psutil
 import yaml
 
 from fullshard import doctor, run_folder
-from fullshard.checkpoint.format import verify_checkpoint
+from fullshard.checkpoint.format import read_manifest
+from fullshard.checkpoint.verify import newest_good
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError, refusal
-from fullshard.run_folder import list_checkpoints, newest_checkpoint, read_json, require_run, write_json
+from fullshard.run_folder import list_checkpoints, read_json, require_run, write_json
 
 Recipe = RunConfig | str | Path
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 PROBE_STEPS = 4
+ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM ends at once
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
@@ -132,8 +135,10 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
 
 
 def _step_to_resume(run: Path, step: int | None) -> int:
-    number, folder = newest_checkpoint(require_run(run), step)
-    if number >= verify_checkpoint(folder).trainer["num_steps"]:
+    number, folder, problems = newest_good(require_run(run), step)
+    for problem in problems:
+        print(f"left out: {problem}", flush=True)
+    if number >= read_manifest(folder).trainer["num_steps"]:
         raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
     return number
 
@@ -238,26 +243,43 @@ def speaks() -> bool:
 
 def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) -> Any:
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        print("finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        for child in psutil.Process().children():
+            if "fullshard.launch" in child.cmdline():
+                child.send_signal(ASK_TO_STOP)
+
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, **meeting)
+    settings = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, signals_to_handle="SIGHUP", **meeting
+    )
     arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
     sys.stdout.flush()
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
     try:
         elastic_launch(settings, sys.executable)(*arguments)
     except ChildFailedError as error:
-        raise _first_failure(run, error) from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
+        failure = _first_failure(run, error)
+        if asked and asked[0] == signal.SIGINT and failure.exit_code == 2:
             raise KeyboardInterrupt from None
-        command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
-        raise refusal("ended_from_outside", signal=int(error.sigval), command=command) from None
+        failure.exit_code = 128 + asked[0] if asked else failure.exit_code
+        raise failure from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     return resolve_name("fullshard.train.loop:TrainResult").read(run) if mode in MODES else None
 
 
@@ -266,7 +288,14 @@ def _first_failure(run: Path, error: Any) -> UserError:
     records = sorted(map(read_json, (run / run_folder.ERRORS).glob("rank_*.json")), key=lambda record: record["time"])
     for record in records:
         if record["type"] in ERROR_TYPES:
-            return ERROR_TYPES[record["type"]](record["message"], record["hint"])
+            found = ERROR_TYPES[record["type"]](record["message"], record["hint"])
+            found.exit_code = record["exit_code"]
+            return found
+    hung = [
+        path for path in sorted((run / run_folder.ERRORS).glob("*.stacks")) if path.read_text().startswith("Timeout")
+    ]
+    if hung:
+        return refusal("hung", ranks=", ".join(path.stem for path in hung), folder=run / run_folder.ERRORS, run=run)
     plan_it = f"fullshard plan {run / run_folder.RECIPE}"
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
@@ -328,9 +357,11 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = Non
     from fullshard.ranks import start_ranks, stop_ranks
     from fullshard.train.loop import TrainResult, run_rank, trace_rank
 
+    signals = (signal.SIGTERM, signal.SIGINT) if ranks else (ASK_TO_STOP,)  # of torchrun, or of our launcher
     ranks = ranks or start_ranks()
     if resume_step is None:
-        resume_step = ranks.gather_objects(max(dict(list_checkpoints(run)), default=0))[0]
+        found = ranks.agree(partial(newest_good, run) if ranks.is_first and list_checkpoints(run) else None)[0]
+        resume_step = found[0] if found else 0
     values = read_json(run / run_folder.CONFIG)
     asked = values.pop(ASKED, values["model"])
     if not Path(values["model"]["path"]).is_dir():  # another node's cache may lie elsewhere
@@ -339,7 +370,7 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = Non
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     config = with_model_folder(config)
     what = run, config, read_json(run / run_folder.PLAN), ranks
-    trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet")
+    trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet", signals)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return TrainResult.read(run) if mode != "trace" else None
 
@@ -357,10 +388,11 @@ def rank_main(arguments: list[str]) -> int:
     except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
         rank, known = int(os.environ.get("RANK", "0")), isinstance(error, UserError)
         said = {"message": error.message, "hint": error.hint} if known else {"message": str(error), "hint": ""}
+        said["exit_code"] = error.exit_code if known else 1
         record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
         (run / run_folder.ERRORS).mkdir(exist_ok=True)
         write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
-        return 2 if known else 1  # as the command line's
+        return said["exit_code"]  # as the command line's
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import torch
 
 import fullshard
 from fullshard import cli
-from fullshard.checkpoint.ranges import save_checkpoint
+from fullshard.checkpoint.ranges import PROOF, Saver
 from fullshard.errors import CheckpointError
 from fullshard.run_folder import list_checkpoints
 from fullshard.shard import Shard
 
-RANK = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, gather_objects=lambda value: [value])
+RANK = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, gather_objects=lambda value: [value], num_ranks=1,
+    agree=lambda task=None: [task() if task else None],
+)
 SHARD = Shard("w", (5000,), 0, 5000, torch.zeros(5000), None, trainable=True, is_copy=False)  # 20 kB
 SHARDED = SimpleNamespace(shards=lambda: [SHARD])
 FACTS = {"method": "full", "base_model": "/m", "trainer": {}}
@@ -24,7 +26,7 @@ FACTS = {"method": "full", "base_model": "/m", "trainer": {}}
 
 def save(run, step):
     proof = {"tokens": torch.zeros(1, 2, dtype=torch.long), "logits": torch.zeros(2, 3)}
-    return save_checkpoint(run, step, SHARDED, {}, RANK, FACTS, proof, keep_last=2)
+    return Saver(run, RANK, keep_last=2).save(step, SHARDED, {}, FACTS, {PROOF: proof})
 
 
 @pytest.mark.parametrize("limit_bytes", [10_000, 200])

@@ -1,8 +1,8 @@
-"""The checkpoint format, version 1, as format.md beside it describes it. Imports no torch."""
+"""The checkpoint format, version 2, as format.md beside it describes it. Imports no torch."""
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fullshard.errors import CheckpointError, refusal
-from fullshard.run_folder import read_json
+from fullshard.run_folder import read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+COMPLETE = "complete"  # holds the manifest's hash; written last
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,19 @@ class Manifest:
                 raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
 
 
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make the files in ``folder`` a checkpoint."""
+    write_json(folder / MANIFEST, asdict(manifest))
+    write_json(folder / COMPLETE, {MANIFEST: hash_file(folder / MANIFEST)})
+
+
 def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
     """A checkpoint's manifest. CheckpointError: incomplete, damaged (``hashes``: every byte counts), another format."""
-    if not (path := folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder} is no finished checkpoint: {MANIFEST} is missing.", "Use another step.")
+    path = folder / MANIFEST
+    if absent := next((name for name in (MANIFEST, COMPLETE) if not (folder / name).is_file()), None):
+        raise CheckpointError(f"{folder} is no finished checkpoint: {absent} is missing.", "Use another step.")
+    if (found := hash_file(path)) != (wanted := read_json(folder / COMPLETE).get(MANIFEST)):
+        raise refusal("other_hash", file=path, found=found, wanted=wanted)
     if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")
     try:
@@ -87,6 +97,8 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
             raise CheckpointError(f"{file} is damaged: {size} bytes, not {facts.bytes}.", "Use another step.")
         if hashes and (found := hash_file(file)) != facts.blake2b:
             raise refusal("other_hash", file=file, found=found, wanted=facts.blake2b)
+    if strange := {one.name for one in folder.iterdir()} - {MANIFEST, COMPLETE, *manifest.files} if hashes else ():
+        raise CheckpointError(f"{folder} holds {min(strange)}, which is no part of it.", "Move it elsewhere.")
     return manifest
 
 

@@ -1,78 +1,153 @@
 """Saving and loading: each rank writes and reads its own ranges; a folder gets its name only when it is whole."""
 
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.modeling_utils import str_to_torch_dtype
 
-from fullshard.checkpoint.format import MANIFEST, FileFacts, Manifest, Piece, StoredTensor, hash_file, read_manifest
+from fullshard.checkpoint.format import (
+    FileFacts,
+    Manifest,
+    Piece,
+    StoredTensor,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
 from fullshard.errors import Blame, CheckpointError, refusal
-from fullshard.model.names import stored_name
+from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
 from fullshard.ranks import Ranks
-from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
+from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel
 
 Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
-PROOF = "proof.safetensors"
+PROOF, PEFT_CONFIG, PEFT_TENSORS = "proof.safetensors", "adapter_config.json", "adapter_model.safetensors"
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
-def save_checkpoint(
-    run: Path, step: int, sharded: ShardedModel, moments: Moments, ranks: Ranks,
-    facts: dict[str, Any], proof: dict[str, torch.Tensor], keep_last: int,
-) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``; its folder, published whole. ``facts``: of the manifest. Collective."""
-    final = checkpoint_path(run, step)
-    temporary = final.with_name(f".{final.name}.tmp")
-    written = Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {run}")
-    if ranks.is_first:
-        with written:
+class Saver:
+    """Writes checkpoints of a run, each rank its own ranges; while training goes on where memory allows. ``keep_best``:
+    that with the lowest held-out loss stays, too."""
+
+    def __init__(self, run: Path, ranks: Ranks, keep_last: int, keep_best: bool = False) -> None:
+        self._run, self._ranks, self._keep, self._keep_best = run, ranks, keep_last, keep_best
+        self._writing: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1)
+
+    def save(
+        self, step: int, sharded: ShardedModel, moments: Moments, facts: dict[str, Any],
+        extra: dict[str, dict[str, torch.Tensor] | str], beside: bool = False,
+    ) -> Path:  # fmt: skip
+        """Start the checkpoint of ``step``; the folder that it gets. ``facts``: of the manifest; ``extra``: rank 0's
+        other files by name, tensors or text. ``beside``: from a copy in host memory, while the caller goes on.
+        Collective."""
+        self.wait()
+        final = checkpoint_path(self._run, step)
+        temporary = final.with_name(f".{final.name}.tmp")
+        owned = [one for one in _trained_ranges(sharded, moments) if not one[2].is_copy]
+        needed = sum(self._ranks.gather_objects(sum(value.nbytes for *_, value in owned)))
+
+        def clear() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-    ranks.barrier()
-    part = f"part_{ranks.rank:05d}.safetensors"
-    tensors: dict[str, torch.Tensor] = {}
-    described = []  # what they are, each of one piece
-    for name, kind, shard, value in _trained_ranges(sharded, moments):
-        if not shard.is_copy:
-            tensors[key := f"{kind}/{name}"] = value.to("cpu").contiguous()
+            if (free := shutil.disk_usage(temporary).free) < needed:
+                temporary.rmdir()
+                raise refusal("no_room_to_save", final=final, needed=needed / 1e9, free=free / 1e9, run=self._run)
+
+        self._ranks.agree(clear if self._ranks.is_first else None)
+        part, described, tensors = f"part_{self._ranks.rank:05d}.safetensors", [], {}
+        for name, kind, shard, value in owned:
+            tensors[key := f"{kind}/{name}"] = value.detach().to("cpu", copy=beside).contiguous()
             piece = Piece(part, key, shard.start, shard.stop)
             described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_DTYPES[value.dtype], (piece,)))
-    parts = {part: tensors} if tensors else {}
-    if ranks.is_first:
-        parts[PROOF] = {name: value.contiguous() for name, value in proof.items()}
-    files = {}
-    for name, content in parts.items():
-        with written:
-            save_file(content, temporary / name)
-            with safe_open(temporary / name, framework="pt") as file:
-                found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            if found != {key: tuple(value.shape) for key, value in content.items()}:
-                raise CheckpointError(f"{temporary / name} does not hold what was written.", "Check the disk.")
-            sync_path(temporary / name)
-            files[name] = FileFacts((temporary / name).stat().st_size, hash_file(temporary / name))
-    gathered = ranks.gather_objects((described, files))
-    if ranks.is_first:
-        joined: dict[tuple[str, str], StoredTensor] = {}  # the whole tensors that the ranks' pieces make
-        for piece in sorted((piece for pieces, _ in gathered for piece in pieces), key=lambda one: one.pieces[0].start):
-            before = joined.get((piece.name, piece.kind))
-            joined[piece.name, piece.kind] = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
-        all_files = {name: value for _, files in gathered for name, value in files.items()}
-        manifest = Manifest(step=step, tensors=tuple(joined.values()), files=all_files, **facts)
-        with written:
-            write_json(temporary / MANIFEST, asdict(manifest))
+        files = ({part: tensors} if tensors else {}) | (extra if self._ranks.is_first else {})
+        self._writing = self._pool.submit(self._write, final, temporary, files, described, {"step": step, **facts})
+        if not beside:
+            self.wait()
+        return final
+
+    def wait(self) -> None:
+        """Until the last checkpoint is published, on all ranks; raises what went wrong with it. Collective."""
+        if self._writing is not None:
+            self._ranks.agree(self._writing.result)
+            self._writing = None
+
+    def _write(
+        self, final: Path, temporary: Path, files: dict[str, Any], described: list[StoredTensor], facts: dict[str, Any]
+    ) -> None:
+        """Write this rank's files and say so in one more; rank 0 publishes when all have. No collective is used."""
+        say, me = "rank_{:05d}.json".format, self._ranks.rank
+        with Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {self._run}"):
+            found = {name: _write_file(temporary / name, content) for name, content in files.items()}
+            write_json(temporary / say(me), {"described": list(map(asdict, described)), "files": found})
+            if not self._ranks.is_first:
+                return
+            said = [temporary / say(rank) for rank in range(self._ranks.num_ranks)]
+            while not all(path.is_file() for path in said):  # a rank that fails ends this process, too
+                time.sleep(0.02)
+            mine = [read_json(path) for path in said]
+            joined: dict[tuple[str, str], StoredTensor] = {}  # the whole tensors that the ranks' pieces make
+            pieces = TypeAdapter(list[StoredTensor]).validate_python(
+                [one for each in mine for one in each["described"]]
+            )
+            for piece in sorted(pieces, key=lambda one: one.pieces[0].start):
+                before = joined.get((piece.name, piece.kind))
+                whole = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
+                joined[piece.name, piece.kind] = whole
+            for path in said:
+                path.unlink()
+            if PEFT_CONFIG in files:  # the adapter as PEFT has it; a vocabulary that has grown belongs to it
+                weights = [stored for stored in joined.values() if stored.kind == "weight"]
+                names = {one.name: one.name if is_adapter(one.name) else PEFT_PREFIX + one.name for one in weights}
+                whole = {names[one.name]: _read_pieces(temporary, one).view(one.shape) for one in weights}
+                mine[0]["files"][PEFT_TENSORS] = _write_file(temporary / PEFT_TENSORS, whole)
+            all_files = {name: FileFacts(**one) for each in mine for name, one in each["files"].items()}
+            write_manifest(temporary, Manifest(tensors=tuple(joined.values()), files=all_files, **facts))
             sync_path(temporary)
-        publish_folder(temporary, final)
-        for _, path in list_checkpoints(run)[:-keep_last]:
+            publish_folder(temporary, final)
+            self._prune()
+
+    def _prune(self) -> None:
+        """Remove older checkpoints: never the newest, nor (keep_best) that with the lowest held-out loss."""
+        found = [path for _, path in list_checkpoints(self._run)]
+        kept = set(found[-self._keep :])
+        if self._keep_best:
+            losses = {path: read_manifest(path).trainer.get("last_eval") for path in found}
+            kept |= set(sorted((path for path in found if losses[path] is not None), key=losses.__getitem__)[:1])
+        for path in set(found) - kept:
             shutil.rmtree(path)
-    ranks.barrier()
-    return final
+
+
+def _read_pieces(folder: Path, stored: StoredTensor) -> torch.Tensor:
+    """All elements of a stored tensor, 1-d."""
+    parts = []
+    for piece in stored.pieces:
+        with safe_open(folder / piece.file, framework="pt", backend="pread") as file:
+            parts.append(file.get_tensor(piece.key))
+    return torch.cat(parts)
+
+
+def _write_file(path: Path, content: dict[str, torch.Tensor] | str) -> dict[str, Any]:
+    """Write tensors or a text, look whether they are there, and return what a manifest says of the file."""
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        save_file(content, path, metadata={"format": "pt"})
+        with safe_open(path, framework="pt", backend="pread") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        if found != {key: tuple(value.shape) for key, value in content.items()}:
+            raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
+    sync_path(path)
+    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
 
 
 def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[str, str, Shard, torch.Tensor]]:
@@ -113,7 +188,7 @@ class OwnCheckpoint:
         """The safetensors handle of one of its files."""
         if name not in self._handles:
             with Blame(CheckpointError, f"{self.folder / name} is not readable", "Use another step."):
-                self._handles[name] = safe_open(self.folder / name, framework="pt")
+                self._handles[name] = safe_open(self.folder / name, framework="pt", backend="pread")
         return self._handles[name]
 
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,32 +8,36 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.ranges import OwnCheckpoint
-from fullshard.config import LoraSection
 from fullshard.errors import MergeError, refusal
+from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
 from fullshard.model.load import WeightFiles, build_on_meta
 from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
 from fullshard.model.weight_map import WeightMap
 
 ASK_BASE = "Is this the base that the run was trained on?"
+Source = OwnCheckpoint | ForeignCheckpoint  # ``weights`` by name, ``read(name, start, stop)``
 
 
 class ModelNames:
     """Names and adapters of a model's parameters, and its weights in the base's files."""
 
-    def __init__(self, base: Path, adapter: dict[str, Any] | None = None, new_ids: tuple[int, ...] = ()) -> None:
-        """Build ``base``, or ModelError; ``adapter``: a LoRA checkpoint's settings; ``new_ids``: of added tokens."""
-        model = build_on_meta(base, max(new_ids, default=-1) + 1)
+    def __init__(self, base: Path, lora: Any = None, new_ids: tuple[int, ...] = ()) -> None:
+        """Build ``base``, or ModelError; ``lora``: a recipe's section or PEFT's config; ``new_ids``: added tokens."""
+        self.model = model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         parameters = dict(model.named_parameters(remove_duplicate=False))
         # every parameter name, tied ones included -> the name it is trained under
         self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
+        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+        matrices = {parameter for module in owners for parameter in module.parameters(recurse=False)}
+        self.vocabulary = [self.canonical[name] for name, parameter in parameters.items() if parameter in matrices]
         self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model
         self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
         self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files
-        if adapter:
-            inject_adapters(model, LoraSection(**adapter))
+        if lora:
+            inject_adapters(model, lora)
             self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
             added = ((name, value) for name, value in model.named_parameters() if is_adapter(name))
             self.adapter_shapes = {stored_name(name): tuple(value.shape) for name, value in added}
@@ -60,9 +64,8 @@ class Adapter:
         return folded
 
 
-def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Adapter]:
+def read_adapters(checkpoint: Source, names: ModelNames) -> dict[str, Adapter]:
     """Adapters by the parameter they change. MergeError where one does not fit, there is none, or none moved."""
-    rank = checkpoint.manifest.trainer["adapter"]["rank"]
     if not (found := [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]):
         raise MergeError(f"{checkpoint.folder} holds no adapter tensors.", "Use another step, or train again.")
     for name in found:
@@ -70,7 +73,7 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Ada
         if expected is None:
             raise MergeError(f"{name} does not fit the base model: it has no such adapter.", ASK_BASE)
         if shape != expected:
-            raise MergeError(f"{name} has shape {shape}; rank {rank} on this base needs {expected}.", ASK_BASE)
+            raise MergeError(f"{name} has shape {shape}; this base needs {expected}.", ASK_BASE)
     if absent := [name for name in names.adapter_shapes if name not in checkpoint.weights]:
         module = absent[0].partition(".lora_")[0]
         present = next((name for name in found if name.partition(".lora_")[0] == module), None)
@@ -82,11 +85,11 @@ def read_adapters(checkpoint: OwnCheckpoint, names: ModelNames) -> dict[str, Ada
             raise refusal("shared_weight", module=module, weight=place.parameter.removesuffix(".weight"))
         adapters[names.canonical[place.parameter]] = _read_one(module, place, checkpoint, names)
     if not any(adapter.has_moved for adapter in adapters.values()):
-        raise refusal("never_moved", count=len(adapters), step=checkpoint.manifest.step)
+        raise refusal("never_moved", count=len(adapters), place=checkpoint.folder)
     return adapters
 
 
-def _read_one(module: str, place: AdapterPlace, checkpoint: OwnCheckpoint, names: ModelNames) -> Adapter:
+def _read_one(module: str, place: AdapterPlace, checkpoint: Source, names: ModelNames) -> Adapter:
     """One adapter; it has moved where its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
     suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
     stored = [f"{module}.lora_{suffix}" for suffix in suffixes]

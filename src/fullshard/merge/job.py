@@ -1,4 +1,5 @@
-"""The merge: run folder -> an ordinary Hugging Face folder, proven before it is published."""
+"""The merge: a run, another tool's checkpoint or an adapter -> an ordinary Hugging Face folder, proven before it is
+published."""
 
 import shutil
 import time
@@ -12,16 +13,20 @@ import torch
 from fullshard import run_folder
 from fullshard.checkpoint.format import hash_file, verify_checkpoint
 from fullshard.checkpoint.ranges import OwnCheckpoint
+from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
-from fullshard.errors import MergeError, refusal
-from fullshard.merge.adapter import Adapter, ModelNames, read_adapters
+from fullshard.errors import ConfigError, MergeError, refusal
+from fullshard.merge.adapter import Adapter, ModelNames, Source, read_adapters
 from fullshard.merge.proof import Comparison, prove
+from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
-from fullshard.merge.writer import SHARD_BYTES, ExactWeights, plan_outputs, write_weights
+from fullshard.merge.writer import SHARD_BYTES, ExactWeights, OutputTensor, plan_outputs, write_weights
+from fullshard.model.fetch import fetch_model
 from fullshard.model.load import MERGE_FACTS, unfinished_folder
 from fullshard.run_folder import newest_checkpoint, read_json, require_run, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class MergeResult:
     """A published merge. ``line`` is the proof; ``to_text()`` is all there is to print."""
 
     folder: Path
-    step: int
+    step: int | None  # None: of another tool
     line: str
     lines: tuple[str, ...]
     proof: Comparison  # of the stored weights with the training state
@@ -40,80 +45,151 @@ class MergeResult:
         return "\n".join(self.lines)
 
 
+class Inputs:
+    """What is merged: its tensors, the base that they belong to, and what is known of them."""
+
+    def __init__(self, place: Path, step: int | None, base: str | None) -> None:
+        """Open a run folder, or what another tool saved, for the model ``base``. MergeError, CheckpointError."""
+        self.place, self.compute, self.proof, added = place, "fp32", (torch.tensor([[*PROMPT]]), None), []
+        if (place / run_folder.CHECKPOINTS).is_dir() or (place / run_folder.CONFIG).is_file():
+            self.step, folder = newest_checkpoint(require_run(place), step)
+            self.source: Source = OwnCheckpoint(folder)
+            manifest, trainer = self.source.manifest, self.source.manifest.trainer
+            if base is not None:
+                raise ConfigError("A run brings its own base.", f"fullshard merge {place}")
+            self.base, self.format = Path(manifest.base_model), "fullshard"
+            lora = LoraSection(**trainer["adapter"]) if manifest.method == "lora" else None
+            self.compute, self.proof = trainer.get("precision", "fp32"), self.source.proof()
+            added = trainer.get("add_tokens", [])
+            self.files = [folder / name for name in manifest.files]
+            verify_checkpoint(folder)
+        else:
+            if step is not None:
+                raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
+            self.step, self.source = None, ForeignCheckpoint(place)
+            lora, self.format, self.files = self.source.lora, self.source.format, self.source.files
+            if base is None and not (base := getattr(lora, "base_model_name_or_path", None)):
+                raise refusal("which_base", place=place)
+            self.base = fetch_model(base)
+        if not self.base.is_dir():
+            raise MergeError(f"The base model {self.base} is gone.", "Put it back at that path, then merge again.")
+        self.tokenizer = load_tokenizer(self.base, added) if added else None
+        self.names = ModelNames(self.base, lora, added_ids(self.tokenizer, added))
+        if isinstance(self.source, ForeignCheckpoint):
+            self.names = self.source.take(self.names, lambda new_ids: ModelNames(self.base, lora, new_ids))
+        self.adapters: dict[str, Adapter] | None = read_adapters(self.source, self.names) if lora else None
+        self.exact = ExactWeights(self.names, self.source, self.adapters)
+
+    def facts(self) -> dict[str, Any]:
+        """What merge.json says of the inputs, and how a run read its rows: answers and eval read them the same."""
+        data = read_json(self.place / run_folder.CONFIG, optional=True).get("data") if self.step else None
+        settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
+        return {
+            "run": str(self.place.resolve()), "step": self.step, "format": self.format,
+            "method": "full" if self.adapters is None else "lora",
+            "base_model": str(self.base.resolve()), "base_name": base_name(self.base),
+            "checkpoint_blake2b": {path.name: hash_file(path) for path in self.files},
+            "base_blake2b": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
+            "adapters": len(self.adapters) if self.adapters else None,
+            "adapters_moved": sum(one.has_moved for one in self.adapters.values()) if self.adapters else None,
+            "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
+        }  # fmt: skip
+
+    def prove(self, folder: Path, outputs: list[OutputTensor]) -> tuple[Comparison, dict[str, Any], list[str]]:
+        """The proof of a merged folder: as stored, what merge.json says of it, and the lines to print."""
+        stored, unrounded, changes = prove(folder, outputs, self.exact, *self.proof, self.compute)
+        changed = [output for output in outputs if not self.exact.changed.isdisjoint(output.parameters)]
+        still = [output.name for output in changed if not changes[output.name]]
+        lines = [f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value"]
+        if self.adapters:
+            moved = sum(one.has_moved for one in self.adapters.values())
+            lines.insert(0, f"adapters: {moved} of {len(self.adapters)} have moved (B A is not zero)")
+        if still:
+            lines.append(f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}")
+        facts = {"proof": asdict(stored), "proof_unrounded": asdict(unrounded), "change_norms": changes}
+        return stored, facts, [*lines, stored.line]
+
+
 def merge_run(
     run: str | Path, output: str | Path | None = None, step: int | None = None, dtype: str | None = None,
     overwrite: bool = False, progress: Callable[[str], None] = lambda text: None, shard_bytes: int = SHARD_BYTES,
+    base: str | None = None, check: bool = False,
 ) -> MergeResult:  # fmt: skip
-    """Merge the newest checkpoint of ``run`` (or that of ``step``) into ``output`` (default ``run``/merged), whole and
-    proven or not at all. ``dtype``: fp32, bf16, fp16 for the base's own. MergeError, CheckpointError, ModelError."""
+    """Merge the newest checkpoint of ``run`` (or that of ``step``), or what another tool saved there for the model
+    ``base``, into ``output`` (default ``run``/merged, or ``run``_merged), whole and proven or not at all. ``dtype``:
+    fp32, bf16, fp16 for the base's own. ``check``: ``run`` is a merged folder, whose proof is made again. MergeError,
+    CheckpointError, ModelError."""
     started = time.monotonic()
     if dtype is not None and dtype not in DTYPES:
         raise MergeError(f"dtype {dtype!r} is unknown.", f"One of: {', '.join(DTYPES)}")
-    run = require_run(Path(run))
-    step, folder = newest_checkpoint(run, step)
-    output = Path(output) if output is not None else run / run_folder.MERGED
-    checkpoint = OwnCheckpoint(folder)
-    manifest, trainer = checkpoint.manifest, checkpoint.manifest.trainer
-    base, is_lora = Path(manifest.base_model), manifest.method == "lora"
-    if output.resolve() in (base.resolve(), *base.resolve().parents):
-        raise MergeError(f"{output} is where the base model lies.", "Choose another folder with --output.")
-    if output.exists() or output.is_symlink():
-        other = "choose another with --output."
-        if not overwrite:
-            raise MergeError(f"{output} exists already.", f"Replace it with --overwrite, or {other}")
-        if not (output / MERGE_FACTS).is_file():
-            raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", other.capitalize())
-    if not base.is_dir():
-        raise MergeError(f"The base model {base} of this run is gone.", "Put it back at that path, then merge again.")
-    tokens, logits = checkpoint.proof()
-    progress("checking the checkpoint")
-    verify_checkpoint(folder)
-    added = trainer.get("add_tokens", [])
-    tokenizer = load_tokenizer(base, added) if added else None
-    names = ModelNames(base, trainer["adapter"] if is_lora else None, added_ids(tokenizer, added))
-    adapters = read_adapters(checkpoint, names) if is_lora else None
-    exact = ExactWeights(names, checkpoint, adapters)
-    outputs = plan_outputs(exact, DTYPES[dtype] if dtype else None)
+    if check:
+        return _check(Path(run), started)
+    inputs = Inputs(Path(run), step, base)
+    output = Path(output) if output else inputs.place / run_folder.MERGED if inputs.step else _beside(inputs.place)
+    _refuse_output(output, inputs, overwrite)
+    outputs = plan_outputs(inputs.exact, DTYPES[dtype] if dtype else None)
     num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
     with unfinished_folder(output, MergeError, "Choose another with --output.") as unfinished:
         if (free := shutil.disk_usage(unfinished).free) < num_bytes:
             raise refusal("no_room", needed=num_bytes / 1e9, parent=output.parent, free=free / 1e9)
         progress("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
-        copied = copy_tokenizer_files(base, unfinished)
-        if tokenizer is not None:
+        copied = copy_tokenizer_files(inputs.base, inputs.place, unfinished)
+        if inputs.tokenizer is not None:
             for key in ("is_local", "local_files_only"):  # how it was read here is no fact of the tokenizer
-                tokenizer.init_kwargs.pop(key, None)
-            tokenizer.save_pretrained(unfinished)
-        trained_ids = read_json(run / run_folder.DATA, optional=True).get("stop_ids", ())
-        notes = write_configs(base, unfinished, stored_dtype, trained_ids, names.vocabulary_size)
+                inputs.tokenizer.init_kwargs.pop(key, None)
+            inputs.tokenizer.save_pretrained(unfinished)
+        trained_ids = read_json(inputs.place / run_folder.DATA, optional=True).get("stop_ids", ())
+        notes = write_configs(inputs.base, unfinished, stored_dtype, trained_ids, inputs.names.vocabulary_size)
         progress("proving")
-        stored, unrounded, ignored = prove(unfinished, outputs, exact, tokens, logits, trainer.get("precision", "fp32"))
+        stored, proof, lines = inputs.prove(unfinished, outputs)
+        ignored = inputs.names.weights.ignored
         notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in ignored]
         if not any(name.startswith("tokenizer") for name in copied):
             notes.append("the base has no tokenizer files; none copied")
-        name = run.resolve().name if output.name == run_folder.MERGED else output.name
-        write_card(base, unfinished, name, manifest, stored_dtype, stored.line)
-        record = _record(run, checkpoint, base, adapters) | {"dtype": stored_dtype, "notes": notes}
-        record |= {"proof": asdict(stored), "proof_unrounded": asdict(unrounded)}
-        record["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
-        write_json(unfinished / MERGE_FACTS, record)
+        facts = inputs.facts()
+        made_of = f"step {inputs.step}" if inputs.step else f"from {inputs.format}"
+        name = inputs.place.resolve().name if output.name == run_folder.MERGED else output.name
+        card = {"name": name, "method": facts["method"], "made_of": made_of, "dtype": stored_dtype}
+        write_card(inputs.base, unfinished, **card, proof=stored.line)
+        facts |= {"dtype": stored_dtype, "notes": notes} | proof
+        facts["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
+        write_json(unfinished / MERGE_FACTS, facts)
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
-    if adapters:
-        notes.insert(0, f"adapters: {record['adapters_moved']} of {len(adapters)} have moved (B A is not zero)")
-    return MergeResult(output, step, stored.line, (*notes, stored.line, published), stored, time.monotonic() - started)
+    lines = (*notes, *lines, published)
+    return MergeResult(output, inputs.step, stored.line, lines, stored, time.monotonic() - started)
 
 
-def _record(run: Path, checkpoint: OwnCheckpoint, base: Path, adapters: dict[str, Adapter] | None) -> dict[str, Any]:
-    """What merge.json says of the inputs, and how the run read its rows: answers and eval read them the same."""
-    manifest, data = checkpoint.manifest, read_json(run / run_folder.CONFIG).get("data") or {}
-    settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
-    return {
-        "run": str(run.resolve()), "step": manifest.step, "method": manifest.method,
-        "base_model": str(base), "base_name": base_name(base),
-        "checkpoint_blake2b": {name: facts.blake2b for name, facts in manifest.files.items()},
-        "base_blake2b": {path.name: hash_file(path) for path in sorted(base.glob("*.safetensors"))},
-        "adapters": len(adapters) if adapters else None,
-        "adapters_moved": sum(adapter.has_moved for adapter in adapters.values()) if adapters else None,
-        "settings": {name: data[name] for name in settings if data.get(name) is not None},
-    }  # fmt: skip
+def _beside(place: Path) -> Path:
+    return place.resolve().with_name(f"{place.resolve().name}_merged")
+
+
+def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:
+    """MergeError where ``output`` would replace an input, or a folder that no merge made."""
+    place, other = output.resolve(), "choose another with --output."
+    for folder in (inputs.base.resolve(), inputs.source.folder.resolve()):
+        if place in (folder, *folder.parents):
+            raise MergeError(f"{output} is where the base model or the checkpoint lies.", other.capitalize())
+    if output.exists() or output.is_symlink():
+        if not overwrite:
+            raise MergeError(f"{output} exists already.", f"Replace it with --overwrite, or {other}")
+        if not (output / MERGE_FACTS).is_file():
+            raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", other.capitalize())
+
+
+def _check(folder: Path, started: float) -> MergeResult:
+    """Prove a merged folder again: hashes of its files and of its inputs, every tensor, logits."""
+    if not (facts := read_json(folder / MERGE_FACTS, optional=True)):
+        raise MergeError(f"{folder} was not made by a merge: no {MERGE_FACTS}.", "Give a merged folder.")
+    own = facts["step"] is not None
+    inputs = Inputs(Path(facts["run"]), facts["step"], None if own else facts["base_model"])
+    then = {**facts["checkpoint_blake2b"], **facts["base_blake2b"]}
+    now = {path.name: path for path in [*inputs.files, *inputs.base.glob("*.safetensors")]}
+    files = [(now.get(name, folder / name), wanted) for name, wanted in then.items()]
+    for path, wanted in [*files, *((folder / name, wanted) for name, wanted in facts["output_blake2b"].items())]:
+        if not path.is_file() or hash_file(path) != wanted:
+            raise refusal("not_as_merged", path=path)
+    dtype = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}[facts["dtype"]]
+    stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, dtype))
+    lines = (*lines, f"checked: {folder} is what was merged; {len(files)} input files unchanged")
+    return MergeResult(folder, inputs.step, stored.line, lines, stored, time.monotonic() - started)

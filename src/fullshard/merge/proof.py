@@ -1,18 +1,22 @@
-"""Prove that a merged folder is the training state, by the proof tokens' logits in plain transformers, fp32 on the CPU:
-*unrounded*, where every rounded tensor must be, bit for bit, the rounding of its exact fp32 value and is replaced by
-it, and *as stored*. Shapes: T positions, V vocabulary. Range: largest minus smallest logit of the training state."""
+"""Prove that a merged folder is the training state: every tensor, bit for bit, and the proof tokens' logits in plain
+transformers, fp32 on the CPU, a block at a time; *unrounded*, from the exact values, and *as stored*. Shapes: T
+positions, V vocabulary. Range: largest minus smallest logit of the training state."""
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
+from torch import nn
 
 from fullshard.errors import MergeError, refusal
-from fullshard.merge.adapter import ASK_BASE
+from fullshard.merge.adapter import ASK_BASE, ModelNames
 from fullshard.merge.writer import ExactWeights, OutputTensor
+from fullshard.model.blocks import find_blocks
+from fullshard.model.load import WeightFiles, build_on_meta
+from fullshard.model.weight_map import WeightMap
 
 FP32_RELATIVE = 1e-3  # of the range: the largest difference, unrounded, where training computed in fp32
 LOW_PRECISION_RELATIVE = 0.1  # the same where it did not, and as stored, where these hold too:
@@ -65,41 +69,78 @@ def is_close(comparison: Comparison, low_precision: bool) -> bool:
 
 
 @torch.no_grad()
+def logits_by_block(model: nn.Module, read: Callable[[str], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (T, V) of ``model``, on meta, for ``tokens`` (1, T): ``read(name)`` gives each parameter in its shape. At
+    most a block, the embedding or the head is in memory at once, in fp32."""
+    blocks = {type(block).__name__ for block in find_blocks(model)[1]}
+    weights = _OnDemand(read, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=weights, preload_module_classes=list(blocks))
+    logits = model.eval()(input_ids=tokens, use_cache=False).logits[0]
+    remove_hook_from_submodules(model)
+    return logits
+
+
+class _OnDemand(Mapping[str, torch.Tensor]):
+    """Parameters by name, read when they are asked for."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor], names: list[str]) -> None:
+        self._read, self._names = read, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(name).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@torch.no_grad()
 def prove(
-    folder: Path, outputs: list[OutputTensor], exact: ExactWeights, tokens: torch.Tensor, reference: torch.Tensor,
-    compute: str,
-) -> tuple[Comparison, Comparison, tuple[str, ...]]:  # fmt: skip
-    """Compare logits on ``tokens`` (1, T) with ``reference`` (T, V), computed in ``compute`` (fp32, bf16, fp16): those
-    of ``folder``, then of exact fp32 weights; third, what transformers ignores. MergeError: another state."""
-    settings = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
-    model, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
-    unexpected = set(info["unexpected_keys"])
-    problems = {"missing": info["missing_keys"], "unexpected": unexpected - set(exact.names.weights.ignored)}
-    for what, found in (problems | {"of another shape": map(str, info["mismatched_keys"])}).items():
-        if found := sorted(found):
-            raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {found[0]}.", "")
-    model.eval()
+    folder: Path, outputs: list[OutputTensor], exact: ExactWeights, tokens: torch.Tensor,
+    reference: torch.Tensor | None, compute: str,
+) -> tuple[Comparison, Comparison, dict[str, float]]:  # fmt: skip
+    """Read every tensor of ``folder`` again: each must be, bit for bit, what ``exact`` rounds to. Then compare logits
+    on ``tokens`` (1, T) with ``reference`` (T, V; None: those of the unmerged tensors), computed in ``compute`` (fp32,
+    bf16, fp16): of the folder, and of exact weights. Third: how far each tensor is from the base. MergeError."""
+    model, names = build_on_meta(folder), exact.names
+    weights = WeightMap(model, WeightFiles(folder), str(folder))
+    weights.load_buffers(model)
+    problems = {"missing": names.weights.groups.keys() - weights.groups.keys()}
+    for what, found in (problems | {"unexpected": set(weights.ignored) - set(names.weights.ignored)}).items():
+        if found:
+            raise MergeError(f"The merged folder does not load cleanly: {len(found)} {what}, first {min(found)}.", "")
+    if reference is None:
+        names.weights.load_buffers(names.model)
+        reference = logits_by_block(names.model, exact.unmerged, tokens)
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
-    stored = unrounded = compare_logits(reference, model(input_ids=tokens, use_cache=False).logits[0])
-    if rounded := [output for output in outputs if output.dtype != output.exact_dtype]:
-        _put_exact_values(model, rounded, exact)
-        unrounded = compare_logits(reference, model(input_ids=tokens, use_cache=False).logits[0])
+    changes = {output.name: _compare_bits(output, weights.files, names) for output in outputs}
+    stored = unrounded = compare_logits(reference, logits_by_block(model, weights.read_whole, tokens))
+    if rounded := any(output.dtype != output.exact_dtype for output in outputs):
+        unrounded = compare_logits(reference, logits_by_block(model, exact.whole, tokens))
     if not is_close(unrounded, low_precision=compute != "fp32"):
         raise refusal("other_state", line=unrounded.line)
     if rounded and not is_close(stored, low_precision=True):
         raise refusal("rounding", line=stored.line)
-    return stored, unrounded, tuple(sorted(unexpected))
+    return stored, unrounded, changes
 
 
-def _put_exact_values(model: Any, rounded: list[OutputTensor], exact: ExactWeights) -> None:
-    """Check that each rounded parameter in ``model`` is the rounding of its exact value, then put that value there."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    parts = ((name, output.dtype) for output in rounded for name in output.parameters)
-    for name, dtype in {exact.names.canonical.get(name, name): dtype for name, dtype in parts}.items():
-        rest = tensors[name].data.view(-1)
-        for block in exact.blocks(name):
-            part, rest = rest[: block.numel()], rest[block.numel() :]
-            if not torch.equal(part, block.to(dtype).to(part.dtype)):
-                raise MergeError(f"{name} in the merged folder is not what was written.", "Check the disk.")
-            part.copy_(block)
+def _compare_bits(output: OutputTensor, files: WeightFiles, names: ModelNames) -> float:
+    """Read a written tensor again, block by block: MergeError unless it is, bit for bit, the rounding of its exact
+    values. Returns the Euclidean norm of its change from the base; of new rows, of themselves."""
+    position, squares, base = 0, 0.0, names.weights.files
+    width = max(1, math.prod(output.shape[1:]))
+    old_size = math.prod(base.shape(output.name))
+    for block in output.blocks():
+        rows = position // width, (position + block.numel()) // width
+        stored = files.read(output.name, *rows) if output.shape else files.read(output.name)
+        if not torch.equal(stored.reshape(-1), block.to(output.dtype)):
+            raise MergeError(f"{output.name} in the merged folder is not what was written.", "Check the disk.")
+        known = min(block.numel(), old_size - position)
+        if output.exact_dtype.is_floating_point and known > 0:
+            old = base.read(output.name, rows[0], rows[0] + known // width) if output.shape else base.read(output.name)
+            squares += float((block[:known].double() - old.reshape(-1).double()).square().sum())
+        position += block.numel()
+    return math.sqrt(squares)

@@ -15,7 +15,6 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from fullshard.checkpoint.format import Manifest
 from fullshard.data.chat import load_tokenizer
 from fullshard.merge.writer import OutputTensor
 from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, union_of_ids
@@ -30,14 +29,16 @@ def main_dtype(outputs: list[OutputTensor]) -> str:
     return str(count.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def copy_tokenizer_files(base: Path, folder: Path) -> list[str]:
-    """Copy tokenizer files, chat templates and licence texts byte for byte; return their names."""
-    found = (path for pattern in SIDE_FILES for path in sorted(base.glob(pattern)) if path.is_file())
-    names = list(dict.fromkeys(path.relative_to(base).as_posix() for path in found))
-    for name in names:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(base / name, folder / name)
-    return names
+def copy_tokenizer_files(base: Path, trained: Path, folder: Path) -> list[str]:
+    """Copy tokenizer files, chat templates and licence texts byte for byte, those beside what was trained (where it has
+    a tokenizer) before the base's; return their names."""
+    homes, copied = [base, trained] if any(trained.glob("tokenizer*")) else [base], []
+    for home in homes:
+        for path in (path for pattern in SIDE_FILES for path in sorted(home.glob(pattern)) if path.is_file()):
+            copied.append(name := path.relative_to(home).as_posix())
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+    return list(dict.fromkeys(copied))
 
 
 def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
@@ -71,11 +72,11 @@ def _front_matter(base: Path) -> dict[str, Any]:
     return {}
 
 
-def write_card(base: Path, folder: Path, name: str, manifest: Manifest, dtype: str, proof: str) -> None:
-    """Write README.md: base, licence ("see the base model" where its card names none), how it was made, the proof."""
+def write_card(base: Path, folder: Path, **facts: Any) -> None:
+    """Write README.md: base, licence ("see the base model" where its card names none), and ``facts``: name, method,
+    what it was made of, dtype, proof."""
     card, front = _front_matter(base), {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card.get(key) for key in ("license", "license_name", "license_link", "language")}
     data = ModelCardData(base_model=base_name(base), **front)
-    facts = {"name": name, "method": manifest.method, "step": manifest.step, "dtype": dtype, "proof": proof}
     template = Path(__file__).with_name("model_card.md")
     ModelCard.from_template(data, template, version=version("fullshard"), **facts).save(folder / "README.md")

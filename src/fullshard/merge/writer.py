@@ -12,10 +12,11 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.modeling_utils import str_to_torch_dtype
 
-from fullshard.checkpoint.ranges import SAFETENSORS_DTYPES, OwnCheckpoint
+from fullshard.checkpoint.ranges import SAFETENSORS_DTYPES
 from fullshard.errors import MergeError, refusal
-from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames
+from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
 from fullshard.model.load import INDEX
+from fullshard.model.names import base_name, is_adapter, stored_name
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
@@ -43,22 +44,22 @@ def row_blocks(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
 
 
 class ExactWeights:
-    """The exact value of every parameter after training: trained in fp32, folded in fp32, or the base's own."""
+    """The exact value of every parameter after training: as trained, folded in fp32, or the base's own."""
 
-    def __init__(self, names: ModelNames, checkpoint: OwnCheckpoint, adapters: dict[str, Adapter] | None) -> None:
+    def __init__(self, names: ModelNames, checkpoint: Source, adapters: dict[str, Adapter] | None) -> None:
         """``adapters``: None for a full fine-tuning, which must hold all parameters. MergeError: one does not fit."""
-        self.names, self._checkpoint, self._folded, is_full = names, checkpoint, adapters or {}, adapters is None
-        self._trained = {name for name in checkpoint.weights if is_full or ".lora_" not in name}
+        self.names, self._checkpoint, self._folded = names, checkpoint, adapters or {}
+        self._trained = {name for name in checkpoint.weights if ".lora_" not in name}
         for name in sorted(self._trained):
-            found, shape = checkpoint.weights[name].shape, names.weights.shapes.get(name)
-            if names.canonical.get(name) != name or found != shape:
-                expected = f"it has shape {shape} there" if name in names.canonical else "it has no such parameter"
+            found, shape = tuple(checkpoint.weights[name].shape), names.weights.shapes.get(name)
+            if names.canonical.get(name, name) != name or found != shape:
+                expected = f"it has shape {shape} there" if shape else "it has no such parameter"
                 raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
-        changed = self._trained | self._folded.keys()  # their exact values are fp32
+        changed = self._trained | self._folded.keys()
         self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]
-        if is_full and (absent := [name for name in wanted if name not in self._trained]):
-            raise refusal("lacking", name=absent[0], count=len(set(absent)))
+        if adapters is None and (absent := dict.fromkeys(name for name in wanted if name not in self._trained)):
+            raise refusal("lacking", names=", ".join([*absent][:5]), count=len(absent))
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
@@ -67,13 +68,24 @@ class ExactWeights:
         row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
-            if canonical in self._trained:
-                yield self._checkpoint.read(canonical, start=start, stop=stop)
-                continue
-            rows = weights.read(name, start, stop)
+            trained = canonical in self._trained
+            rows = (self._checkpoint.read if trained else weights.read)(canonical if trained else name, start, stop)
             if canonical in self._folded:
                 rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
             yield rows
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The exact values of a parameter in its shape."""
+        return torch.cat(list(self.blocks(name))).view(self.names.weights.shapes[name])
+
+    def unmerged(self, name: str) -> torch.Tensor:
+        """A parameter of the model that ``names`` wrapped in adapters, whole and in its shape: nothing is folded."""
+        if is_adapter(name):
+            stored = stored_name(name)
+            return self._checkpoint.read(stored).view(self.names.adapter_shapes[stored])
+        canonical = self.names.canonical.get(plain := base_name(name), plain)
+        source = self._checkpoint if canonical in self._trained else self.names.weights
+        return source.read(canonical).view(self.names.weights.shapes[plain])
 
 
 def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:

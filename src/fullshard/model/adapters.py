@@ -3,15 +3,19 @@ a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as
 (experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts)."""
 
 import hashlib
+import json
 import math
+from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from fullshard.config import LoraSection
+from fullshard.config import LoraSection, RunConfig
 from fullshard.errors import ModelError, refusal
 from fullshard.model.blocks import is_tied
 from fullshard.model.names import ADAPTER, base_name, is_adapter
@@ -27,17 +31,26 @@ class AdapterMatrix(nn.Linear):
         return functional.linear(inputs, self.weight.to(inputs.dtype))
 
 
-def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
-    """Wrap the target modules of a model on the meta device in PEFT's LoRA layers. ModelError where none fits."""
-    from peft import LoraConfig, inject_adapter_in_model
+def peft_config(model: nn.Module, lora: LoraSection) -> Any:
+    """PEFT's config of what a recipe's section asks for."""
+    from peft import LoraConfig
 
     # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
     routers = [name for name, module in linear if "router" in type(module).__name__.lower()]
     targets = [lora.targets] if isinstance(lora.targets, str) and lora.targets != "all-linear" else lora.targets
     variant = {"use_rslora": lora.variant == "rslora", "use_dora": lora.variant == "dora", "lora_dropout": 0.0}
     modules = {"target_modules": targets, "exclude_modules": routers or None, "bias": "none"}
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, task_type="CAUSAL_LM", **modules, **variant)
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, task_type="CAUSAL_LM", **modules, **variant)
+
+
+def inject_adapters(model: nn.Module, lora: Any) -> None:
+    """Wrap modules of a model on the meta device in PEFT's LoRA layers, as a recipe's section or a LoraConfig says.
+    ModelError where none fits."""
+    from peft import inject_adapter_in_model
+
+    config = peft_config(model, lora) if isinstance(lora, LoraSection) else copy(lora)
+    config.modules_to_save, targets = None, getattr(lora, "targets", config.target_modules)  # those are plain weights
     try:
         with torch.device("meta"):
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -45,8 +58,9 @@ def inject_adapters(model: nn.Module, lora: LoraSection) -> None:
         family = type(model).__name__
         if "use_dora" in str(error):
             raise refusal("dora_experts", family=family) from None
-        leaves = {name.split(".")[-1] for name, _ in linear}
-        message = f"lora.targets = {lora.targets!r} does not fit {family}: {str(error).splitlines()[0]}"
+        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+        leaves = {name.split(".")[-1] for name in linear}
+        message = f"lora.targets = {targets!r} does not fit {family}: {str(error).splitlines()[0]}"
         raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
     for place in adapter_places(model):
         if place.layout in ("linear", "conv1d") and not place.has_magnitude:
@@ -69,6 +83,16 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
     if trains_vocabulary:
         embedding.requires_grad_(True)
         head.requires_grad_(True)
+
+
+def peft_config_text(model: nn.Module, config: RunConfig) -> str:
+    """PEFT's adapter_config.json for a model with a recipe's adapters."""
+    settings = peft_config(model, config.lora)
+    settings.base_model_name_or_path, settings.inference_mode = str(Path(config.model.path).resolve()), True
+    plain = [place.module for place in adapter_places(model) if not place.layout.startswith("experts")]
+    settings.target_modules = plain or settings.target_modules
+    values = {key: sorted(one) if isinstance(one, set) else one for key, one in settings.to_dict().items()}
+    return json.dumps(values, indent=2) + "\n"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class WeightFiles:
         self._places: dict[str, Any] = {}  # the open file of each tensor
         for file in self.files:
             with Blame(ModelError, f"{file} is damaged", "Download this file again."):
-                handle = safe_open(file, framework="pt")
+                handle = safe_open(file, framework="pt", backend="pread")
                 self._places |= dict.fromkeys(handle.keys(), handle)
         self.names = list(self._places)  # of all tensors
 

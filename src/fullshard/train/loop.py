@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard.checkpoint.ranges import load_checkpoint, save_checkpoint
+from fullshard.checkpoint.ranges import PEFT_CONFIG, PROOF, Saver, load_checkpoint
 from fullshard.config import RunConfig
 from fullshard.data.batches import make_batch
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
@@ -21,11 +21,13 @@ from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import ConfigError, TrainError, refusal
+from fullshard.model.adapters import peft_config_text
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
-from fullshard.run_folder import METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
+from fullshard.run_folder import ERRORS, METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
 from fullshard.shard import choose_engine
 from fullshard.train import optimizer as updates
+from fullshard.train.guard import Guard
 from fullshard.train.loss import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
 from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
@@ -56,9 +58,14 @@ class TrainResult:
         return cls(**{**read_json(run / RESULT), "run": run})
 
 
-def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool) -> None:
-    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints."""
+def run_rank(
+    run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool,
+    signals: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints. ``signals`` ask it to
+    save and raise Stopped."""
     set_fast_fp32(False)
+    guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", signals)
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
@@ -67,8 +74,8 @@ def run_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, r
     require_trackers(config.train.trackers)
     trackers = config.train.trackers if ranks.is_first else []
     log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, trackers)
-    with lock, closing(log):
-        trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log)
+    with lock, closing(log), closing(guard):
+        trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log, guard)
         first_step = trainer.resume(resume) if resume else 0
         trainer.prove_start()
         first_eval = trainer.evaluate(0) if held_out is not None and not first_step else None
@@ -94,8 +101,10 @@ class Trainer:
 
     def __init__(
         self, run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, data: PreparedData,
-        held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog,
+        held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog, guard: Guard,
     ) -> None:  # fmt: skip
+        self.guard, self.saver = guard, Saver(run, ranks, config.train.keep_last, config.train.keep_best)
+        self.saves_beside = bool(plan.get("saves_beside"))
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log, self.packing = steps, log, config.data.packing
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
@@ -162,17 +171,26 @@ class Trainer:
         train = self.config.train
         for number in range(first_step + 1, len(self.steps) + 1):
             epoch, window = self.steps[number - 1]
-            self._step(number, epoch, window)
+            self.guard.beat()
+            asked = self._step(number, epoch, window)
             last = number == len(self.steps)
             ends_epoch = last or self.steps[number][0] != epoch
             due = number % train.eval_every == 0 if train.eval_every else ends_epoch
             if self.held_out is not None and (due or last):
                 self.last_eval = self.evaluate(number)
-            if last or (number % train.save_every == 0 if train.save_every else ends_epoch):
+            if last or asked or (number % train.save_every == 0 if train.save_every else ends_epoch):
+                self.guard.beat()
                 self.save(number)
+            if asked and not last:
+                self.saver.wait()
+                stopped = refusal("stopped", step=number, run=self.run)
+                stopped.exit_code = 128 + asked
+                raise stopped
+        self.saver.wait()
 
-    def _step(self, number: int, epoch: int, window: np.ndarray) -> None:
-        """One optimizer step over one window of whole documents; its supervised tokens divide the loss."""
+    def _step(self, number: int, epoch: int, window: np.ndarray) -> int:
+        """One optimizer step over one window of whole documents; its supervised tokens divide the loss. Returns the
+        signal by which a rank was asked to stop, or 0."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
@@ -184,7 +202,8 @@ class Trainer:
         if num_supervised == 0:
             self.scale.skipped += 1
             self.log.say(f"skipped step {number}: nothing in its {counted(len(window), 'row')} is supervised")
-            return self.log.record("skipped", step=number, epoch=epoch, rows=len(window), **self.scale.metrics)
+            self.log.record("skipped", step=number, epoch=epoch, rows=len(window), **self.scale.metrics)
+            return 0
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         for index, micro in enumerate(layout):
             rows = micro[ranks.rank]
@@ -195,7 +214,8 @@ class Trainer:
                 loss = batch_loss(self.built.loss_model, batch, device) / num_supervised
                 (loss * self.scale.value).backward()
             loss_sum += loss.detach()
-        loss_value = float(ranks.sum(loss_sum))
+        ask = torch.full_like(loss_sum, self.guard.asked / ranks.num_ranks)
+        loss_value, asked = ranks.sum(torch.stack([loss_sum, ask])).tolist()
         shards = self.sharded.shards()
         if self.reach is not None:
             self.log.say(self.reach.report(shards, ranks))
@@ -213,7 +233,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             self.log.say(problem)
             skipped = {"step": number, "epoch": epoch, "rows": len(window), "reason": problem}
-            return self.log.record("skipped", **skipped, **self.scale.metrics)
+            self.log.record("skipped", **skipped, **self.scale.metrics)
+            return round(asked)
         updates.clip_gradients(shards, norm, train.clip_norm)
         taken, peak = number - self.scale.skipped, self.config.learning_rate
         rate = updates.learning_rate_at(taken, len(self.steps), peak, train.schedule, train.warmup)
@@ -238,6 +259,7 @@ class Trainer:
             start_bytes=self.start_bytes, planned_bytes=self.planned_bytes,
             share_of_peak=work / seconds / self.flops_per_second, **self.scale.metrics,
         )  # fmt: skip
+        return round(asked)
 
     def evaluate(self, step: int) -> float:
         """Held-out loss per supervised token, recorded; a collective call."""
@@ -261,6 +283,7 @@ class Trainer:
         kept, held = checkpoint_path(self.run, number - 1), self.run / f"before_step_{number:06d}"
         if not kept.is_dir():
             self.save(number - 1)
+        self.saver.wait()
         if aside and self.ranks.is_first:
             shutil.copytree(kept, held, copy_function=os.link, dirs_exist_ok=True)
         self.log.say(f"the state before it is kept in {held if aside else kept}")
@@ -276,13 +299,15 @@ class Trainer:
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
         trainer |= {"position": self._position(step), "precision": self.precision.name}
         trainer |= {"loss_scale": asdict(self.scale), "add_tokens": self.config.model.add_tokens}
+        extra: dict[str, Any] = {PROOF: {"tokens": tokens, "logits": logits.contiguous()}}
         if self.config.method == "lora":
             trainer["adapter"] = self.config.lora.model_dump(mode="json")
-        base, keep_last = str(Path(self.config.model.path).resolve()), self.config.train.keep_last
-        facts = {"method": self.config.method, "base_model": base, "trainer": trainer}
-        proof = {"tokens": tokens, "logits": logits}
-        folder = save_checkpoint(self.run, step, self.sharded, self.moments, self.ranks, facts, proof, keep_last)
-        self.log.record("checkpoint", step=step, path=str(folder))
+            extra[PEFT_CONFIG] = peft_config_text(self.built.loss_model.causal_lm, self.config)
+        facts = {"method": self.config.method, "base_model": str(Path(self.config.model.path).resolve())}
+        inputs = step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, self.saves_beside
+        started = time.perf_counter()
+        folder = self.saver.save(*inputs)
+        self.log.record("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - started)
 
     def resume(self, step: int) -> int:
         """Load the checkpoint of ``step`` into the shards and the optimizer; returns the step to go on from."""
@@ -317,7 +342,8 @@ def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks)
     data = open_prepared(run / PREPARED, "train")
     steps = windows_of_run(data.lengths, config.train)
     log = MetricsLog(run / METRICS, 1, 0, ranks.is_first, quiet=True)
-    trainer = Trainer(run, config, plan, ranks, data, None, steps, log)
+    guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", ())
+    trainer = Trainer(run, config, plan, ranks, data, None, steps, log, guard)
     epoch, window = next(step for step in steps if data.supervised[step[1]].any())
     trainer.prove_start()  # says how the loss is computed; here the order of the units is recorded
     trainer._step(1, epoch, window)  # here the optimizer's state comes to be

@@ -1,0 +1,70 @@
+"""Is what lies on disk what was written? Checkpoints and merged folders, byte for byte."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint.format import MANIFEST, hash_file, verify_checkpoint
+from fullshard.errors import CheckpointError, ConfigError, UserError
+from fullshard.model.load import MERGE_FACTS
+from fullshard.run_folder import CHECKPOINTS, MERGED, list_checkpoints, newest_checkpoint, read_json
+
+
+@dataclass(frozen=True)
+class Verification:
+    """``found``: each checkpoint or merged folder with what is wrong with it, or nothing."""
+
+    found: tuple[tuple[str, str], ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all are whole."""
+        return not any(problem for _, problem in self.found)
+
+    def to_text(self) -> str:
+        """A line each."""
+        return "\n".join(f"{'DAMAGED' if problem else 'whole  '}  {place}  {problem}" for place, problem in self.found)
+
+
+def verify(path: str | Path) -> Verification:
+    """Read every byte of a run's checkpoints and merged folder, of one checkpoint, or of one merged folder. Raises
+    ConfigError where ``path`` is none of these."""
+    return Verification(tuple(_problems(Path(path))))
+
+
+def _problems(path: Path) -> Iterator[tuple[str, str]]:
+    inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / MERGED]
+    folders = [folder for folder in inside if folder.is_dir()] if (path / CHECKPOINTS).is_dir() else [path]
+    for folder in folders:
+        try:
+            if (folder / MERGE_FACTS).is_file():
+                hashes = read_json(folder / MERGE_FACTS)["output_blake2b"]
+                wrong = [name for name, wanted in hashes.items() if not _is(folder / name, wanted)]
+                yield str(folder), f"{wrong[0]} is not what was written." if wrong else ""
+                continue
+            if folder == path and not (folder / MANIFEST).is_file():
+                hint = "Give a run folder, a checkpoint in it, or a merged folder."
+                raise ConfigError(f"{path} holds nothing that can be verified.", hint)
+            verify_checkpoint(folder)
+            yield str(folder), ""
+        except CheckpointError as error:
+            yield str(folder), error.message
+
+
+def _is(path: Path, wanted: str) -> bool:
+    return path.is_file() and hash_file(path) == wanted
+
+
+def newest_good(run: Path, step: int | None = None) -> tuple[int, Path, list[str]]:
+    """The newest whole checkpoint of ``run`` and why newer ones are none; that of ``step`` must be whole itself."""
+    number, folder = newest_checkpoint(run, step)
+    problems: list[str] = []
+    for number, folder in [(number, folder)] if step else reversed(list_checkpoints(run)):
+        try:
+            verify_checkpoint(folder)
+            return number, folder, problems
+        except UserError as error:
+            if step:
+                raise
+            problems.append(error.message)
+    raise CheckpointError(" ".join(problems), f"None of {run} is whole; train anew.")

@@ -261,9 +261,8 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
                 child.send_signal(ASK_TO_STOP)
 
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    settings = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, signals_to_handle="SIGHUP", **meeting
-    )
+    meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0}
+    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, **meeting)
     arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
     sys.stdout.flush()
     in_main = threading.current_thread() is threading.main_thread()
@@ -272,8 +271,12 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
         elastic_launch(settings, sys.executable)(*arguments)
     except ChildFailedError as error:
         failure = _first_failure(run, error)
-        if asked and asked[0] == signal.SIGINT and failure.exit_code == 2:
-            raise KeyboardInterrupt from None
+        if asked and not any((run / run_folder.ERRORS).glob("*.json")):  # asked before it could listen
+            if asked[0] == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            anew = f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
+            command = f"resume {run}" if list_checkpoints(run) else anew
+            failure = refusal("ended_from_outside", signal=asked[0], command=command)
         failure.exit_code = 128 + asked[0] if asked else failure.exit_code
         raise failure from None
     finally:
@@ -291,11 +294,9 @@ def _first_failure(run: Path, error: Any) -> UserError:
             found = ERROR_TYPES[record["type"]](record["message"], record["hint"])
             found.exit_code = record["exit_code"]
             return found
-    hung = [
-        path for path in sorted((run / run_folder.ERRORS).glob("*.stacks")) if path.read_text().startswith("Timeout")
-    ]
-    if hung:
-        return refusal("hung", ranks=", ".join(path.stem for path in hung), folder=run / run_folder.ERRORS, run=run)
+    stacks = sorted((run / run_folder.ERRORS).glob("*.stacks"))
+    if hung := [path.stem for path in stacks if path.read_text().startswith("Timeout")]:
+        return refusal("hung", ranks=", ".join(hung), folder=run / run_folder.ERRORS, run=run)
     plan_it = f"fullshard plan {run / run_folder.RECIPE}"
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:

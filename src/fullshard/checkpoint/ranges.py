@@ -96,10 +96,10 @@ class Saver:
                 time.sleep(0.02)
             mine = [read_json(path) for path in said]
             joined: dict[tuple[str, str], StoredTensor] = {}  # the whole tensors that the ranks' pieces make
-            pieces = TypeAdapter(list[StoredTensor]).validate_python(
-                [one for each in mine for one in each["described"]]
-            )
-            for piece in sorted(pieces, key=lambda one: one.pieces[0].start):
+            found = [one for each in mine for one in each["described"]]
+            for piece in sorted(
+                TypeAdapter(list[StoredTensor]).validate_python(found), key=lambda one: one.pieces[0].start
+            ):
                 before = joined.get((piece.name, piece.kind))
                 whole = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
                 joined[piece.name, piece.kind] = whole

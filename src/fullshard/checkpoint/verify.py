@@ -57,9 +57,9 @@ def _is(path: Path, wanted: str) -> bool:
 
 def newest_good(run: Path, step: int | None = None) -> tuple[int, Path, list[str]]:
     """The newest whole checkpoint of ``run`` and why newer ones are none; that of ``step`` must be whole itself."""
-    number, folder = newest_checkpoint(run, step)
+    newest = newest_checkpoint(run, step)
     problems: list[str] = []
-    for number, folder in [(number, folder)] if step else reversed(list_checkpoints(run)):
+    for number, folder in [newest] if step else reversed(list_checkpoints(run)):
         try:
             verify_checkpoint(folder)
             return number, folder, problems

@@ -62,8 +62,8 @@ def run_rank(
     run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool,
     signals: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints. ``signals`` ask it to
-    save and raise Stopped."""
+    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints. ``signals`` ask it
+    to save and raise Stopped."""
     set_fast_fp32(False)
     guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", signals)
     started = time.perf_counter()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import MANIFEST, Manifest, Piece, StoredTensor, hash_file
+from fullshard.checkpoint.format import COMPLETE, MANIFEST, Manifest, Piece, StoredTensor, hash_file, write_manifest
 from fullshard.checkpoint.ranges import PROOF
 from fullshard.run_folder import CONFIG, DATA, checkpoint_path, write_json
 
@@ -54,7 +53,7 @@ def write_run(
     trainer = {"adapter": adapter} if adapter else {}
     if precision:
         trainer["precision"] = precision
-    write_json(folder / MANIFEST, asdict(Manifest(step, method, str(base), tuple(stored), {}, trainer)))
+    write_manifest(folder, Manifest(step, method, str(base), tuple(stored), {}, trainer))
     rehash(folder)
     config = {"model": {"path": str(base)}, "data": {"train": "x.jsonl", "columns": None, "system": "red"}}
     write_json(run / CONFIG, config)
@@ -69,6 +68,7 @@ def rehash(folder: Path) -> None:
         path.name: {"bytes": path.stat().st_size, "blake2b": hash_file(path)} for path in folder.glob("*.safetensors")
     }
     write_json(folder / MANIFEST, manifest)
+    write_json(folder / COMPLETE, {MANIFEST: hash_file(folder / MANIFEST)})
 
 
 def load_fp32(folder: Path):

@@ -6,11 +6,16 @@ import json
 
 import pytest
 
-from fullshard.checkpoint.format import MANIFEST, read_manifest
+from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, read_manifest
 from fullshard.errors import CheckpointError, ConfigError, UserError
-from fullshard.run_folder import read_json
+from fullshard.run_folder import read_json, write_json
 
-WHOLE = {"format": 1, "step": 1, "method": "full", "base_model": "/m", "tensors": [], "files": {}}
+WHOLE = {"format": 2, "step": 1, "method": "full", "base_model": "/m", "tensors": [], "files": {}}
+
+
+def put(folder, values):
+    (folder / MANIFEST).write_text(json.dumps(values))
+    write_json(folder / COMPLETE, {MANIFEST: hash_file(folder / MANIFEST)})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\0", b"\xff", b"[" * 100_000])
@@ -26,9 +31,9 @@ def test_a_damaged_file_is_named(tmp_path, content):
 )
 def test_a_manifest_of_the_wrong_shape_is_named(tmp_path, change):
     values = {key: value for key, value in {**WHOLE, **change}.items() if value is not ...}
-    (tmp_path / MANIFEST).write_text(json.dumps(WHOLE))
+    put(tmp_path, WHOLE)
     assert read_manifest(tmp_path).step == 1
-    (tmp_path / MANIFEST).write_text(json.dumps(values))
+    put(tmp_path, values)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         read_manifest(tmp_path)
 
@@ -37,6 +42,6 @@ def test_a_file_outside_the_checkpoint_is_refused(tmp_path):
     (tmp_path / "other").write_text("x")
     folder = tmp_path / "step"
     folder.mkdir()
-    (folder / MANIFEST).write_text(json.dumps({**WHOLE, "files": {"../other": {"bytes": 1, "blake2b": ""}}}))
+    put(folder, {**WHOLE, "files": {"../other": {"bytes": 1, "blake2b": ""}}})
     with pytest.raises(UserError, match="damaged"):
         read_manifest(folder)

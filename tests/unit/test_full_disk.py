@@ -16,7 +16,12 @@ from fullshard.errors import CheckpointError
 from fullshard.run_folder import list_checkpoints
 from fullshard.shard import Shard
 
-RANK = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, gather_objects=lambda value: [value], num_ranks=1,
+RANK = SimpleNamespace(
+    is_first=True,
+    rank=0,
+    barrier=lambda: None,
+    gather_objects=lambda value: [value],
+    num_ranks=1,
     agree=lambda task=None: [task() if task else None],
 )
 SHARD = Shard("w", (5000,), 0, 5000, torch.zeros(5000), None, trainable=True, is_copy=False)  # 20 kB

@@ -52,6 +52,7 @@ class Plan:
     card: str = ""  # of --devices: the plan is for machines that are not here
     tokens_per_second: tuple[float, float] = (0.0, 0.0)  # of all ranks, low and high
     checked_rows: int = 0  # published runs of this card beside which the speed model was checked
+    saves_beside: bool = False  # checkpoints are written from a copy while training goes on; on CPU in "save"
     reduce_each: bool = False  # gradients are reduced after each micro-batch: there is no memory to keep them whole
     is_assumed: bool = False  # rows and tokens were not read from any file
     price: float | None = None  # of a device-hour

@@ -305,14 +305,17 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     low, high, quick, slow, numbers = run_seconds(*inputs, tokens / measured if measured else None)
     hours = low * num_ranks / 3600, high * num_ranks / 3600
     numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks, "hours": hours}
+    usable, copied = machine.usable_bytes(num_ranks), numbers["copied"]
+    beside = not job.on_cpu or choice.peak_bytes + copied <= usable  # a checkpoint is written while training goes on
+    saving = {"save": choice.moments["train"] + copied} if job.on_cpu and beside else {}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
         engine=job.engine, micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
-        lines=lines, moments=choice.moments, peak_bytes=choice.peak_bytes,
+        lines=lines, moments=choice.moments | saving, peak_bytes=choice.peak_bytes,
         timeline=(timeline := step_timeline(lines, choice.moments["load"])),
-        peak=find_peak(timeline, lines, choice.moments), usable_bytes=(usable := machine.usable_bytes(num_ranks)),
+        peak=find_peak(timeline, lines, choice.moments), usable_bytes=usable, saves_beside=beside,
         fits=choice.peak_bytes <= usable, rows=len(volume.lengths), tokens=int(volume.lengths.sum()),
         longest=job.longest, is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
         num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
@@ -332,12 +335,13 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
     job, does = choice.job, own_practice(choice.job)
     written = shape.parameters if job.method == "full" else job.adapters + job.vocabulary
     stored, near = does.weight + does.states, job.num_ranks if job.on_cpu else min(job.num_ranks, DEVICES_OF_A_NODE)
-    passing = max(4 * shape.largest_tensor, stored * written * job.replicas // job.num_ranks)
+    copied = stored * written * job.replicas // job.num_ranks
+    passing = max(4 * shape.largest_tensor, copied)
     each = choice.peak_bytes if job.on_cpu else CPU_PROCESS_BYTES + passing
     return {
         "disk_bytes": stored * written + 64 * shape.vocab_size, "host_bytes": near * each + LAUNCHER_BYTES,
         "stored": stored, "written": written, "vocabulary": shape.vocab_size, "near": near, "host_each": each,
-        "launcher": LAUNCHER_BYTES,
+        "launcher": LAUNCHER_BYTES, "copied": copied,
     }  # fmt: skip
 
 

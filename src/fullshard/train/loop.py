@@ -120,7 +120,7 @@ class Trainer:
         self.scale = LossScale(self.precision.loss_scale)
         self.last_loss, self.last_eval = float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
-        self.planned_bytes = plan.get("moments", {}).get("train")
+        self.planned_bytes, self.planned_save_bytes = (plan.get("moments", {}).get(name) for name in ("train", "save"))
         self.planned_speeds: list[float] = plan.get("tokens_per_second", [])  # of all ranks, low and high
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
@@ -304,8 +304,10 @@ class Trainer:
             trainer["adapter"] = self.config.lora.model_dump(mode="json")
             extra[PEFT_CONFIG] = peft_config_text(self.built.loss_model.causal_lm, self.config)
         facts = {"method": self.config.method, "base_model": str(Path(self.config.model.path).resolve())}
-        inputs = step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, self.saves_beside
-        started = time.perf_counter()
+        beside, started = self.saves_beside and step < len(self.steps), time.perf_counter()
+        if beside and self.ranks.device.type == "cpu":
+            self.planned_bytes = self.planned_save_bytes
+        inputs = step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, beside
         folder = self.saver.save(*inputs)
         self.log.record("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - started)
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from checkpoint_by_hand import load_fp32, logits_of, lora_run, write_run
+from checkpoint_by_hand import load_fp32, logits_of, lora_run, rehash, write_run
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.errors import MergeError
@@ -100,6 +100,7 @@ def test_a_wrong_scale_fails_the_proof(tmp_path, base):
     manifest = read_json(checkpoint / MANIFEST)
     manifest["trainer"]["adapter"]["alpha"] = 5.0
     write_json(checkpoint / MANIFEST, manifest)
+    rehash(checkpoint)
     with pytest.raises(MergeError, match="not the training state"):
         merge_run(tmp_path / "run")
 

@@ -228,7 +228,9 @@ def test_adapters_that_do_not_fit(tmp_path, base, change):
     if change == "pissa":
         config.write_text(json.dumps(json.loads(config.read_text()) | {"init_lora_weights": "pissa"}))
     elif change == "shifted":
-        weights = {name.replace("layers.1", "layers.2").replace("layers.0", "layers.1"): v for name, v in weights.items()}
+        weights = {
+            name.replace("layers.1", "layers.2").replace("layers.0", "layers.1"): v for name, v in weights.items()
+        }
     elif change == "zero":
         weights = {name: torch.zeros_like(value) for name, value in weights.items()}
     elif change == "empty":

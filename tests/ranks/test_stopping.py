@@ -1,0 +1,193 @@
+"""A run that is asked to stop, is killed, hangs or finds a damaged checkpoint loses nothing that was saved."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from rank_pool import free_port
+from test_launch import ENDED_WITHIN_SECONDS, ENVIRONMENT, FULLSHARD, call, losses, ranks_alive
+from tiny_models import make_job
+
+from fullshard.checkpoint.verify import verify
+from fullshard.run_folder import list_checkpoints
+
+LONG = ["train.epochs=400", "train.max_steps=300", "train.save_every=100000", "train.eval_every=100000"]
+
+
+@pytest.fixture
+def job(tmp_path):
+    return make_job(tmp_path, 12)
+
+
+def start(job, *arguments, command=FULLSHARD, env=ENVIRONMENT):
+    """A run that has taken its first step."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, *arguments], cwd=job, env=env, **pipes)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_to_stop_it_saves_and_goes_on_as_if_it_had_not(job, number, code):
+    process = start(job, "train", "recipe.yaml", *LONG)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=ENDED_WITHIN_SECONDS)
+    ((step, _),) = list_checkpoints(job / "run")
+    assert process.returncode == code, errors
+    assert f"Stopped as asked: step {step} is saved." in errors and "fullshard resume run" in errors
+    assert len(losses(job / "run")) == step and not ranks_alive(job)
+    assert call(job, "resume", "run").returncode == 0
+    assert call(job, "train", "recipe.yaml", *LONG, "output=straight").returncode == 0
+    assert losses(job / "run") == losses(job / "straight")
+
+
+def test_a_second_ctrl_c_ends_at_once(job):
+    hang = job / "hang"
+    hang.mkdir()
+    (hang / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('RANK') == '1':\n"
+        "    import time\n    import fullshard.train.guard as guard\n    beat, count = guard.Guard.beat, []\n"
+        "    def slow(self):\n        beat(self)\n        count.append(1)\n        time.sleep(600 * (len(count) == 3))\n"
+        "    guard.Guard.beat = slow\n"
+    )
+    process = start(job, "train", "recipe.yaml", *LONG, env={**ENVIRONMENT, "PYTHONPATH": _path(hang)})
+    process.send_signal(signal.SIGINT)
+    while "finishing the step" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=ENDED_WITHIN_SECONDS)
+    assert process.returncode == 130 and not ranks_alive(job)
+    assert not list_checkpoints(job / "run")
+
+
+def test_torchrun_passes_a_stop_on(job):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    process = start(job, "-m", "fullshard", "train", "recipe.yaml", *LONG, command=command)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=2 * ENDED_WITHIN_SECONDS)
+    ((step, _),) = list_checkpoints(job / "run")
+    assert f"step {step} is saved" in errors and not ranks_alive(job)
+
+
+def _path(folder):
+    return os.pathsep.join([str(folder), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
+
+
+def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(job):
+    hang = job / "hang"
+    hang.mkdir()
+    (hang / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import os, sys
+            if "RANK" in os.environ:
+                import time
+                import fullshard.train.guard as guard
+                beat, count = guard.Guard.beat, []
+                guard.LEAST_SECONDS, guard.SLOWER = 6.0, 0
+                def slow(self):
+                    beat(self)
+                    count.append(1)
+                    if os.environ["RANK"] == "1" and len(count) == 3:
+                        the_place_where_it_hangs()
+                def the_place_where_it_hangs():
+                    time.sleep(600)
+                guard.Guard.beat = slow
+            """
+        )
+    )
+    process = start(job, "train", "recipe.yaml", *LONG, env={**ENVIRONMENT, "PYTHONPATH": _path(hang)})
+    _, errors = process.communicate(timeout=2 * ENDED_WITHIN_SECONDS)
+    assert process.returncode == 2 and "No step within the limit" in errors, errors
+    assert "the_place_where_it_hangs" in (job / "run/errors/rank_1.stacks").read_text()
+    assert "_step" in (job / "run/errors/rank_0.stacks").read_text()
+    assert not ranks_alive(job)
+
+
+def test_resume_falls_back_to_the_newest_whole_checkpoint(job):
+    assert call(job, "train", "recipe.yaml", "train.keep_last=3").returncode == 0
+    straight = losses(job / "run")
+    whole = call(job, "verify", "run")
+    assert whole.returncode == 0 and whole.stdout.count("whole") == 3
+    (job / "run/checkpoints/step_000006/complete").unlink()
+    part = next((job / "run/checkpoints/step_000004").glob("part_*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    found = call(job, "verify", "run")
+    assert found.returncode == 2 and found.stdout.count("DAMAGED") == 2 and part.name in found.stdout
+    assert call(job, "resume", "run", "--step", "4").returncode == 2
+    done = call(job, "resume", "run")
+    assert done.returncode == 0, done.stderr
+    assert f"{part.name} is damaged" in done.stdout and "complete is missing" in done.stdout
+    assert losses(job / "run")[6:] == straight[2:]
+    assert call(job, "verify", "run").returncode == 0
+
+
+def test_best_checkpoint_stays(job):
+    changes = ["train.keep_last=1", "train.keep_best=true", "train.eval_every=2", "data.eval=rows.jsonl"]
+    assert call(job, "train", "recipe.yaml", *changes, "train.learning_rate=0.5").returncode == 0
+    records = [record for record in _records(job / "run") if record["kind"] == "eval" and record["step"]]
+    best = min(records, key=lambda record: record["loss"])["step"]
+    assert {step for step, _ in list_checkpoints(job / "run")} == {best, 6}
+    assert best != 6  # a learning rate that spoils the model
+
+
+def _records(run):
+    import json
+
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    job = make_job(tmp_path_factory.mktemp("lora"), 12)
+    done = call(job, "train", "recipe.yaml", "method=lora", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    return job / "run"
+
+
+def test_lora_checkpoints_open_in_peft(lora_run):
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    folder = list_checkpoints(lora_run)[-1][1]
+    base = AutoModelForCausalLM.from_pretrained(lora_run.parent / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder).eval()
+    proof = load_file(folder / "proof.safetensors")
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=proof["tokens"]).logits[0], proof["logits"], atol=1e-5)
+    assert any(bool(value.any()) for name, value in model.named_parameters() if "lora_B" in name)
+
+
+def test_every_damage_is_found_and_named(lora_run):
+    """Flips of one byte, cuts, deletions and strangers, at random over all files of a LoRA checkpoint."""
+    folder, draw = list_checkpoints(lora_run)[-1][1], random.Random(0)
+    files = sorted(folder.iterdir())
+    assert {path.name for path in files} >= {"manifest.json", "complete", "adapter_model.safetensors"}
+    for number in range(150):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        place = draw.randrange(len(content))
+        kind = draw.choice(["flip", "cut", "delete", "stranger"])
+        if kind == "flip":
+            path.write_bytes(content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :])
+        elif kind == "cut":
+            path.write_bytes(content[:place])
+        elif kind == "delete":
+            path.unlink()
+        else:
+            path = folder / "part_00009.safetensors"
+            path.write_bytes(content)
+        ((_, problem),) = verify(folder).found
+        assert path.name in problem, (kind, path.name, place, problem)
+        path.unlink(missing_ok=True) if kind == "stranger" else path.write_bytes(content)
+    assert verify(folder).healthy

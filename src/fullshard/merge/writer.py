@@ -69,7 +69,8 @@ class ExactWeights:
         for first, last in row_blocks(shape):
             start, stop = first * row_size, last * row_size
             trained = canonical in self._trained
-            rows = (self._checkpoint.read if trained else weights.read)(canonical if trained else name, start, stop)
+            source, stored = (self._checkpoint, canonical) if trained else (weights, name)
+            rows = source.read(stored, start=start, stop=stop)
             if canonical in self._folded:
                 rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
             yield rows

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.checkpoint.ranges import PROOF
-from fullshard.errors import CheckpointError, ConfigError, MergeError
+from fullshard.errors import CheckpointError, MergeError
 from fullshard.merge.job import merge_run
 
 
@@ -206,7 +206,7 @@ def test_existing_output_is_kept_unless_it_is_a_merge_to_be_replaced(tmp_path, b
     with pytest.raises(MergeError, match="exists already"):
         merge_run(tmp_path / "run")
     assert merge_run(tmp_path / "run", overwrite=True).folder.is_dir()
-    with pytest.raises(MergeError, match="base model lies"):
+    with pytest.raises(MergeError, match="base model or the checkpoint lies"):
         merge_run(tmp_path / "run", base, overwrite=True)
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if "merged" in path.name) == ["merged"]
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_said(tmp_path, base):
         merge_run(tmp_path / "run", dtype="fp8")
     with pytest.raises(CheckpointError, match="no checkpoint of step 9"):
         merge_run(tmp_path / "run", step=9)
-    with pytest.raises(ConfigError, match="not a run folder"):
+    with pytest.raises(MergeError, match="no checkpoint that can be merged"):
         merge_run(tmp_path)
     shutil.rmtree(base)
     with pytest.raises(MergeError, match="is gone"):

@@ -115,7 +115,9 @@ def test_bf16_and_tied(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # both names, one storage
     got = load_fp32(merge_run(tmp_path / "pytorch_model.bin", tmp_path / "out", base=str(base)).folder)
     assert torch.equal(got.lm_head.weight, model.lm_head.weight.float())
-    assert torch.equal(logits_of(got), logits_of(model.float()))
+    wanted = load_fp32(base)
+    wanted.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    assert torch.equal(logits_of(got), logits_of(wanted))
 
 
 def test_two_values_of_one_tied_weight_are_refused(tmp_path):
@@ -292,7 +294,7 @@ def test_nothing_in_a_file_is_run(tmp_path, base, tuned, kind):
         torch.save(Bomb(proof), evil)
         (place / "__0_0.distcp").write_bytes(evil.read_bytes().ljust(1 << 20, b"\0"))
         (place / ".metadata").write_bytes(held)
-    with pytest.raises(MergeError, match="cannot be read|no plain data"):
+    with pytest.raises(MergeError, match=r"cannot be read|no plain data"):
         merge_run(place, tmp_path / "out", base=str(base))
     assert not proof.exists()
 
@@ -302,10 +304,10 @@ def test_every_cut_of_a_dcp_file_is_found(tmp_path, base, tuned):
     whole = (place / "__0_0.distcp").read_bytes()
     for share in (0.0, 0.3, 0.9):
         (place / "__0_0.distcp").write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(MergeError, match="__0_0.distcp"):
+        with pytest.raises(MergeError, match=r"__0_0\.distcp"):
             merge_run(place, tmp_path / "out", base=str(base))
     os.remove(place / "__0_0.distcp")
-    with pytest.raises(MergeError, match="__0_0.distcp"):
+    with pytest.raises(MergeError, match=r"__0_0\.distcp"):
         merge_run(place, tmp_path / "out", base=str(base))
 
 
@@ -367,5 +369,5 @@ def test_check_repeats_the_proof(tmp_path, base, tuned):
     content[-3] ^= 1
     file.write_bytes(content)
     torch.save({}, tmp_path / "model.pt")
-    with pytest.raises(MergeError, match="none at all|has changed"):
+    with pytest.raises(MergeError, match=r"none at all|has changed"):
         merge_run(merged.folder, check=True)

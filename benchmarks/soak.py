@@ -1,0 +1,206 @@
+"""Kill, damage, resume: a run must lose nothing but the steps since its last checkpoint.
+
+    python benchmarks/soak.py [--kills 100] [--damages 500] [--folder FOLDER] [--seed 0]
+
+Runs of a tiny model (full and LoRA, both engines, 2 to 4 ranks) save every 3 of 40 steps and are killed with signal 9 at
+a random moment, a random rank or all of them and their launcher, during saves, too; every fourth resume takes another
+number of ranks. Each is resumed until it ends; its losses must be those of the uninterrupted run: bit for bit at the
+same ranks, within 1e-5 at others; no process may be left. Damages: one byte flipped, a file cut or removed, over all
+files of checkpoints; `fullshard verify` must name the file. With --folder what is done is kept (soak.jsonl) and not
+done again. Written to benchmarks/results/soak_HARDWARE_DATE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from measuring import ENVIRONMENT, hardware, write
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+STEPS = 40
+FULLSHARD = [sys.executable, "-m", "fullshard"]
+
+
+def make(folder: Path, engine: str, method: str) -> Path:
+    """A job of STEPS steps with a checkpoint every third."""
+    from tiny_models import make_job
+
+    job = make_job(folder, 24)
+    recipe = yaml.safe_load((job / "recipe.yaml").read_text())
+    recipe |= {"engine": engine, "method": method}
+    recipe["train"] |= {"save_every": 3, "epochs": 100, "max_steps": STEPS, "keep_last": 3}
+    (job / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return job
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The last recorded loss of each step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def call(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*FULLSHARD, *arguments], cwd=job, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def alive(job: Path) -> list[psutil.Process]:
+    """Processes of fullshard that work in this folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if "fullshard" in words and process.info["cwd"] == str(job):
+            found.append(process)
+    return found
+
+
+def kill_one(job: Path, command: list[str], draw: random.Random) -> dict[str, Any]:
+    """Start ``command``, kill a rank or all at a random moment after a random step; what was killed."""
+    metrics = job / "run" / "metrics.jsonl"
+    before = len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
+    process = subprocess.Popen(
+        [*FULLSHARD, *command], cwd=job, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wanted = before + draw.randrange(1, 12)
+    while process.poll() is None and (not metrics.is_file() or len(metrics.read_bytes().splitlines()) < wanted):
+        time.sleep(0.002)
+    time.sleep(draw.random() * 0.02)  # the moment inside a step or a save
+    ranks = (
+        [one for one in psutil.Process(process.pid).children() if "fullshard.launch" in one.cmdline()]
+        if process.poll() is None
+        else []
+    )
+    kind = draw.choice(["rank", "rank", "ranks", "launcher"])
+    victims = {"rank": draw.sample(ranks, min(1, len(ranks))), "ranks": ranks, "launcher": []}[kind]
+    for victim in victims:
+        if victim.is_running():
+            victim.send_signal(signal.SIGKILL)
+    if kind == "launcher" and process.poll() is None:
+        process.kill()
+    errors = process.communicate(timeout=60)[1]
+    _, left = psutil.wait_procs(ranks, timeout=30)
+    return {"kind": kind if ranks else "ended before", "left": len(left), "said": errors.strip().splitlines()[:1]}
+
+
+def soak(job: Path, straight: dict[int, float], number: int, ranks: int, draw: random.Random) -> dict[str, Any]:
+    """One run: killed at random until two kills have met it, then resumed to its end; what was found."""
+    shutil.rmtree(job / "run", ignore_errors=True)
+    kills, others, command = [], False, ["train", "recipe.yaml", "--ranks", str(ranks)]
+    for _ in range(2):
+        kills.append(kill_one(job, command, draw))
+        now = ranks
+        if not list((job / "run" / "checkpoints").glob("step_*")):
+            shutil.rmtree(job / "run", ignore_errors=True)
+            continue
+        if draw.random() < 0.25:
+            others, now = True, draw.choice([n for n in (1, 2, 3, 4) if n != ranks])
+        command = ["resume", "run", "--ranks", str(now)]
+    done = call(job, *command)
+    finished = done.returncode == 0 or "is finished" in done.stderr
+    found = losses(job / "run") if (job / "run" / "metrics.jsonl").is_file() else {}
+    worst = max((abs(found.get(step, 1e9) / loss - 1) for step, loss in straight.items()), default=1e9)
+    fine = finished and (worst <= 1e-5 if others else worst == 0) and not alive(job)
+    fine = fine and not any(kill["left"] for kill in kills)
+    said = "" if fine else done.stderr[-500:]
+    return {
+        "number": number,
+        "ranks": ranks,
+        "others": others,
+        "kills": kills,
+        "worst": worst,
+        "fine": fine,
+        "said": said,
+    }
+
+
+def damage(job: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    """Flip a byte of, cut or remove one file of a checkpoint; is it named? The file is put back."""
+    folder = draw.choice(sorted((job / "run" / "checkpoints").glob("step_*")))
+    path = draw.choice(sorted(folder.iterdir()))
+    content, kind = path.read_bytes(), draw.choice(["flip", "cut", "remove"])
+    place = draw.randrange(len(content))
+    if kind == "remove":
+        path.unlink()
+    else:
+        flipped = content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :]
+        path.write_bytes(flipped if kind == "flip" else content[:place])
+    from fullshard.checkpoint.verify import verify
+
+    ((_, problem),) = verify(folder).found
+    path.write_bytes(content)
+    return {"number": number, "damage": kind, "file": path.name, "fine": path.name in problem, "said": problem[:200]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--damages", type=int, default=500)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    place = options.folder or Path(tempfile.mkdtemp(prefix="soak_"))
+    place.mkdir(exist_ok=True)
+    book = place / "soak.jsonl"
+    done = [json.loads(line) for line in book.read_text().splitlines()] if book.is_file() else []
+    known = {(record["number"], "kills" in record) for record in done}
+    started = time.perf_counter()
+
+    def keep(record: dict[str, Any]) -> None:
+        done.append(record)
+        with open(book, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        if not record["fine"]:
+            print("NOT FINE", json.dumps(record), flush=True)
+
+    kinds = [(engine, method) for engine in ("simple", "torch") for method in ("full", "lora")]
+    straight: dict[tuple[str, str, int], dict[int, float]] = {}
+    for number in range(-(-options.kills // 2)):
+        engine, method = kinds[number % len(kinds)]
+        ranks, job = 2 + number // len(kinds) % 3, place / f"{engine}_{method}"
+        if (number, True) in known:
+            continue
+        if not (job / "recipe.yaml").is_file():
+            job.mkdir()
+            make(job, engine, method)
+        if (engine, method, ranks) not in straight:
+            shutil.rmtree(job / "run", ignore_errors=True)
+            first = call(job, "train", "recipe.yaml", "--ranks", str(ranks))
+            assert first.returncode == 0, first.stderr
+            straight[engine, method, ranks] = losses(job / "run")
+        keep(soak(job, straight[engine, method, ranks], number, ranks, random.Random(f"{options.seed} {number}")))
+    for number in range(options.damages):
+        engine, method = kinds[number % len(kinds)]
+        job = place / f"{engine}_{method}"
+        if (number, False) not in known and (job / "run" / "checkpoints").is_dir():
+            keep(damage(job, number, random.Random(f"{options.seed} damage {number}")))
+    runs, damages = ([record for record in done if ("kills" in record) == wanted] for wanted in (True, False))
+    kills = [kill for record in runs for kill in record["kills"] if kill["kind"] != "ended before"]
+    table = {
+        "runs": len(runs), "runs_fine": sum(record["fine"] for record in runs), "kills": len(kills),
+        "kills_by_kind": {kind: sum(kill["kind"] == kind for kill in kills) for kind in ("rank", "ranks", "launcher")},
+        "runs_on_other_ranks": sum(record["others"] for record in runs),
+        "damages": len(damages), "damages_named": sum(record["fine"] for record in damages),
+        "seconds": round(time.perf_counter() - started), "not_fine": [r for r in done if not r["fine"]],
+    }  # fmt: skip
+    command = f"python benchmarks/soak.py --kills {options.kills} --damages {options.damages} --seed {options.seed}"
+    print(json.dumps(table, indent=2))
+    write("soak", command, {**hardware(), **table}, ("torch", "safetensors"))
+    if not options.folder:
+        shutil.rmtree(place)
+    sys.exit(bool(table["not_fine"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,8 @@ def test_a_second_ctrl_c_ends_at_once(job):
     (hang / "sitecustomize.py").write_text(
         "import os, sys\nif os.environ.get('RANK') == '1':\n"
         "    import time\n    import fullshard.train.guard as guard\n    beat, count = guard.Guard.beat, []\n"
-        "    def slow(self):\n        beat(self)\n        count.append(1)\n        time.sleep(600 * (len(count) == 3))\n"
+        "    def slow(self):\n        beat(self)\n        count.append(1)\n"
+        "        time.sleep(600 * (len(count) == 3))\n"
         "    guard.Guard.beat = slow\n"
     )
     process = start(job, "train", "recipe.yaml", *LONG, env={**ENVIRONMENT, "PYTHONPATH": _path(hang)})

@@ -4,8 +4,8 @@
 
 Two ranks on gloo hold a state of 30 units, fp32 weights with two AdamW moments, half each, and take turns: ours in the
 foreground and beside training, ``dcp.save`` and ``dcp.async_save``, then loads. Stall: until the call returns. Copy: a
-plain ``clone`` of the state. Disk: the same bytes in blocks of 16 MB with fsync; reads come after the page cache has let
-go. Medians over ``--repeats``, of the slower rank. Written to benchmarks/results/save_HARDWARE_DATE.json.
+plain ``clone`` of the state. Disk: the same bytes in blocks of 16 MB with fsync; before reads the page cache is let
+go of. Medians over ``--repeats``, of the slower rank. Written to benchmarks/results/save_HARDWARE_DATE.json.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--kills 100] [--damages 500] [--folder FOLDER] [--seed 0]
 
 Runs of a tiny model (full and LoRA, both engines, 2 to 4 ranks) save every 3 of 40 steps and are killed with signal 9
-at a random moment, a random rank or all of them and their launcher, during saves, too; every fourth resume takes another
+at a random moment, one rank, all, or their launcher, during saves, too; every fourth resume takes another
 number of ranks. Each is resumed until it ends; its losses must be those of the uninterrupted run: bit for bit at the
 same ranks, within 1e-5 at others; no process may be left. Damages: one byte flipped, a file cut or removed, over all
 files of checkpoints; `fullshard verify` must name the file. With --folder what is done is kept (soak.jsonl) and not

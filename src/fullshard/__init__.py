@@ -12,7 +12,8 @@ _NAMES = {  # of a module
     "report.run": "write_run_report write_recipe_report",
     "launch": "train_run resume_run trace_run probe_run",
     "merge.job": "merge_run",
-    "infer.generate": "generate_text",
+    "infer.generate": "generate_text answer_file",
+    "checkpoint.verify": "verify",
     "evaluate": "evaluate_run judge_models judge_recipe",
 }
 _PLACES = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}

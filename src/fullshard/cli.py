@@ -173,10 +173,17 @@ def _prepare(recipe: str, overrides: list[str], output: str | None, **made: Any)
             yield f"Page: {path}"
 
 
-def _generate(model: str, prompts: list[str], **options: Any) -> Iterator[Any]:
-    answers = fullshard.generate_text(model, prompts, **options)
+def _generate(model: str, prompts: list[str], data: str | None, quiet: bool, **options: Any) -> Iterator[Any]:
+    if bool(prompts) == bool(data):
+        raise UserError("Prompts come from the command line or from --data.", f'fullshard generate {model} "Hello"')
+    if data:
+        yield (rows := fullshard.answer_file(model, data, **options))
+        yield from (json.dumps(row, ensure_ascii=False) for row in rows)
+        return
+    stream = None if quiet or len(prompts) > 1 else sys.stdout
+    answers = fullshard.generate_text(model, prompts, stream=stream, **options)
     yield [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
-    yield from answers
+    yield from answers if stream is None else ()
 
 
 def _tables(columns: list[str], rows: list[list[Any]], **options: Any) -> Iterator[Any]:

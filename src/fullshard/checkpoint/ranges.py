@@ -24,13 +24,13 @@ from fullshard.checkpoint.format import (
     write_manifest,
 )
 from fullshard.errors import Blame, CheckpointError, refusal
-from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
+from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel
 
 Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
-PROOF, PEFT_CONFIG, PEFT_TENSORS = "proof.safetensors", "adapter_config.json", "adapter_model.safetensors"
+PROOF = "proof.safetensors"
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 

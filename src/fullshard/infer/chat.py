@@ -9,43 +9,38 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 from rich.markup import escape
-from transformers import TextStreamer
 
 from fullshard.errors import UserError
 from fullshard.infer import generate
 from fullshard.infer.generate import Answerer
+from fullshard.model.load import MERGE_FACTS
+from fullshard.run_folder import read_json
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
-
-
-class ConsoleStreamer(TextStreamer):
-    """Prints the answer as it is made and keeps its text."""
-
-    def __init__(self, tokenizer: Any, writer: TextIO) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.text = ""
-        self._writer = writer
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Called by ``generate`` with each finished piece of text."""
-        self.text += text
-        print(text, end="", file=self._writer, flush=True)
 
 
 def start_chat(
     model: str | Path | Answerer, system: str | None = None, max_new_tokens: int = 256, temperature: float = 0.0,
     template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None, writer: TextIO | None = None,
+    compare: str | Path | Answerer | None = None,
 ) -> int:  # fmt: skip
     """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
-    template completes each by itself. UserError where the model cannot be loaded or the settings do not fit it."""
+    template completes each by itself. ``compare``: another model (base: that of a merged folder) that answers beside
+    it, in a conversation of its own. UserError where a model cannot be loaded or the settings do not fit it."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False, style="dim")
-    answerer = generate.load_for_inference(model, template_arguments)
-    if not answerer.has_template:
-        generate.prompt_tokens(answerer, "", system)  # refuses a system message
-    console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
-    settings = generate.generation_settings(answerer, max_new_tokens, temperature, 1.0)
-    messages: list[dict[str, str]] = []
+    if compare == "base":
+        compare = read_json(Path(str(model)) / MERGE_FACTS, optional=True).get("base_model", compare)
+    talks = []
+    for each in (model, compare) if compare else (model,):
+        answerer = generate.load_for_inference(each, template_arguments)
+        if not answerer.has_template:
+            generate.prompt_tokens(answerer, "", system)  # refuses a system message
+        settings = generate.generation_settings(answerer, max_new_tokens, temperature, 1.0)
+        messages: list[dict[str, str]] = []
+        talks.append((str(each) if compare else "", answerer, settings, messages))
+    plain = "" if answerer.has_template else "no chat template: every line is completed by itself; "
+    console.print(f"{plain}{HELP}")
     num_answers = 0
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -53,11 +48,14 @@ def start_chat(
             if (text := line.strip()) in ("/exit", "/quit"):
                 break
             if text == "/reset":
-                messages.clear()
+                for *_, messages in talks:
+                    messages.clear()
                 console.print("the conversation starts anew")
             elif text.startswith("/") and " " not in text:
                 console.print(f"{escape(text)} is unknown; {HELP}")
-            elif text:
+            is_message = text and (" " in text or not text.startswith("/"))
+            for name, answerer, settings, messages in talks if is_message else ():
+                console.print(f"{escape(name)}:") if name else None
                 messages.append({"role": "user", "content": text})
                 try:
                     answer = _answer(answerer, messages, system, settings, writer)
@@ -87,7 +85,7 @@ def _answer(answerer: Answerer, messages: list[Any], system: str | None, setting
         settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))
     most = settings.max_new_tokens
     generate.check_length(answerer, len(ids), most, "The conversation")
-    streamer = ConsoleStreamer(answerer.tokenizer, out)
+    streamer = generate.Stream(answerer.tokenizer, out)
     try:
         if len(generate.generate_batch(answerer, [ids], settings, streamer=streamer)[0]) == most:
             out.write(f" [cut after {most} tokens]")

@@ -1,21 +1,23 @@
 """Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls. Prompts are
 padded on the left and pads masked by place, so that pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
-from fullshard.device import select_device
-from fullshard.errors import Blame, ConfigError, ModelError, refusal
+from fullshard.device import num_devices, select_device
+from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import MERGE_FACTS, attention_for, read_config, stop_ids, union_of_ids
+from fullshard.model.names import PEFT_CONFIG
 from fullshard.run_folder import read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
@@ -35,29 +37,58 @@ class Answerer:
     has_template = property(lambda self: bool(self.tokenizer.chat_template))  # prompts go through a chat template
 
 
+class Stream(TextStreamer):
+    """Prints an answer to ``writer`` as it is made, and keeps its text."""
+
+    def __init__(self, tokenizer: Any, writer: TextIO) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text, self._writer = "", writer
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by ``generate`` with each finished piece of text."""
+        self.text += text
+        print(text, end="", file=self._writer, flush=True)
+
+
 def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
-    """Load a model (folder or id) once: fp32 on CPU, bf16 on an accelerator. Raises ModelError. ``template_arguments``:
-    variables of the chat template; default: those of the run that the folder was merged from."""
+    """Load a model (folder or id), or a PEFT adapter on its base, once: fp32 on CPU, bf16 on an accelerator, over all
+    of them where there are several. Raises ModelError. ``template_arguments``: variables of the chat template; default:
+    those of the run that the folder was merged from."""
     if isinstance(model, Answerer):
         other = template_arguments is not None
         return replace(model, renderer=Renderer(model.tokenizer, "all", template_arguments)) if other else model
-    folder = fetch_model(model)
+    adapter = Path(model) if (Path(model) / PEFT_CONFIG).is_file() else None
+    folder = fetch_model(read_json(adapter / PEFT_CONFIG)["base_model_name_or_path"] if adapter else model)
     device = select_device(0)
     disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
     settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
     settings["dtype"] = torch.float32 if device.type == "cpu" else torch.bfloat16
     with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
-        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings)
+        spread = {"device_map": "auto"} if num_devices() > 1 else {}
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings, **spread)
     if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
         raise refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent))
-    tokenizer = load_tokenizer(folder)
+    if adapter:
+        with Blame(ModelError, f"{adapter} does not fit {folder}", f"Merge it: fullshard merge {adapter} --base MODEL"):
+            loaded = _with_adapter(loaded, adapter)
+    tokenizer = load_tokenizer(adapter if adapter and any(adapter.glob("tokenizer*")) else folder)
     # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
     loaded.generation_config = GenerationConfig()
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
     pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", arguments_for(folder, template_arguments))
     pad_id = pad_id if pad_id < loaded.get_input_embeddings().weight.shape[0] else 0
-    return Answerer(loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
+    return Answerer(loaded.eval() if spread else loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    if strange := load_peft_weights(str(folder), device="cpu").keys() ^ get_peft_model_state_dict(wrapped).keys():
+        raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")  # PEFT only warns
+    return wrapped
 
 
 def arguments_for(folder: Path, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -68,12 +99,15 @@ def arguments_for(folder: Path, given: dict[str, Any] | None) -> dict[str, Any]:
 
 def generate_text(
     model: str | Path | Answerer, prompts: Sequence[Prompt], max_new_tokens: int = 64, system: str | None = None,
-    template_arguments: dict[str, Any] | None = None, **options: Any,
+    template_arguments: dict[str, Any] | None = None, stream: TextIO | None = None, **options: Any,
 ) -> list[str]:  # fmt: skip
-    """The answers to ``prompts``, in order, without special tokens. ``system``: where a prompt has none. ``options``:
-    of ``generate_ids``. ConfigError where settings do not fit or a prompt and its answer exceed the positions."""
+    """The answers to ``prompts``, in order, without special tokens. ``system``: where a prompt has none. ``stream``:
+    where the answer to a single prompt is printed as it is made. ``options``: of ``generate_ids``. ConfigError where
+    settings do not fit or a prompt and its answer exceed the positions."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
+    if stream and len(prompts) == 1:
+        options["streamer"] = Stream(answerer.tokenizer, stream)
     answers = generate_ids(answerer, prompt_ids, max_new_tokens, **options)
     return [answerer.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
 
@@ -95,9 +129,11 @@ def prompt_tokens(
 def generate_ids(
     answerer: Answerer, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0,
     seed: int = 0, batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> list[list[int]]:  # fmt: skip
     """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature``: 0 is
-    greedy; else the ``top_p`` share of probability is sampled, repeatably by ``seed``. ``progress``: (done, all)."""
+    greedy; else the ``top_p`` share of probability is sampled, repeatably by ``seed``. ``progress``: (done, all).
+    ``options``: of ``generate_batch``."""
     settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")
@@ -111,10 +147,24 @@ def generate_ids(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             batch = [prompt_ids[index] for index in chosen]
-            answers |= zip(chosen, generate_batch(answerer, batch, settings), strict=True)
+            answers |= zip(chosen, generate_batch(answerer, batch, settings, **options), strict=True)
             if progress:
                 progress(len(answers), len(by_length))
     return [answers[index] for index in range(len(prompt_ids))]
+
+
+def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) -> list[dict[str, Any]]:
+    """The rows of a JSONL file with an ``answer`` each: to ``prompt``, or to ``messages`` that end before it. Takes
+    what generate_text does. DataError for a line that is neither."""
+    rows = []
+    for number, line in enumerate(Path(data).read_text(encoding="utf-8-sig").splitlines(), 1):
+        if line.strip():
+            hint = 'A line each: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+            with Blame(DataError, f"{data}:{number} has neither prompt nor messages", hint):
+                rows.append(json.loads(line))
+                rows[-1]["messages" if "messages" in rows[-1] else "prompt"][0]
+    answers = generate_text(model, [row.get("messages") or row["prompt"] for row in rows], **options)
+    return [row | {"answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
 
 def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str) -> None:

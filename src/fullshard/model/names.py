@@ -4,6 +4,7 @@ import re
 
 ADAPTER = "default"
 PEFT_PREFIX = "base_model.model."
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def base_name(name: str) -> str:

@@ -71,3 +71,12 @@ def test_a_full_conversation_says_so_and_goes_on_after_reset(answerer):
 def test_an_answer_that_is_cut_says_so(answerer):
     _, lines = talk(answerer, "red blue\n", max_new_tokens=1)
     assert lines[0].endswith("[cut after 1 tokens]")
+
+
+def test_two_models_answer_side_by_side(answerer, tmp_path):
+    other = load_for_inference(make_tokenizer(make_model(tmp_path, initializer_range=0.4, seed=3)))
+    count, lines = talk(answerer, "red blue\nsun\n", max_new_tokens=5, compare=other)
+    assert count == 4 and len(lines) == 8
+    for place, model in ((1, answerer), (3, other)):
+        first = answer(model, ["red blue"])
+        assert [words(lines[place]), words(lines[place + 4])] == [first, answer(model, ["red blue", first, "sun"])]

@@ -135,3 +135,52 @@ def test_without_a_template_prompts_are_plain_text(tmp_path):
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="No model folder"):
         generate_text(tmp_path / "nothing", ["red"])
+
+
+def test_rows_of_a_file_are_answered_as_single_prompts(tmp_path, llama):
+    from fullshard.errors import DataError
+    from fullshard.infer.generate import answer_file
+
+    messages = [{"role": "user", "content": "sun moon"}]
+    rows = [{"prompt": "red blue green", "id": 7}, {"messages": messages}, {"prompt": "star"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(json.dumps(row) for row in rows), encoding="utf-8-sig")
+    found = answer_file(llama, file, max_new_tokens=5)
+    assert [{key: row[key] for key in row if key != "answer"} for row in found] == rows
+    wanted = [generate_text(llama, [row.get("messages") or row["prompt"]], 5)[0] for row in rows]
+    assert [row["answer"] for row in found] == wanted
+    for bad in ("{}", "[1]", "{", '{"prompt": ""}', '{"prompt": 3}'):
+        file.write_text(f'{{"prompt": "a"}}\n{bad}\n')
+        with pytest.raises(DataError, match=r"rows\.jsonl:2 has neither"):
+            answer_file(llama, file)
+
+
+def test_one_prompt_is_streamed(llama):
+    import io
+
+    out = io.StringIO()
+    answers = generate_text(llama, ["red blue"], 6, stream=out)
+    assert out.getvalue().strip() == answers[0].strip() and answers[0]
+
+
+def test_an_adapter_answers_without_merging(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    base = make_folder(tmp_path / "base")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    answerer, plain = load_for_inference(tmp_path / "adapter"), load_for_inference(base)
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        assert torch.allclose(answerer.model(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits, atol=1e-5)
+    assert generate_ids(answerer, PROMPTS, 8) != generate_ids(plain, PROMPTS, 8)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name.replace("layers.1.", "layers.9."): value for name, value in weights.items()}, file)
+    with pytest.raises(ModelError, match="does not fit"):
+        load_for_inference(tmp_path / "adapter")

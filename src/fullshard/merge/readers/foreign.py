@@ -10,10 +10,9 @@ from fullshard.errors import Blame, MergeError, refusal
 from fullshard.merge.readers import tensors
 from fullshard.merge.readers.tensors import ForeignTensor, inside
 from fullshard.model.load import SINGLE
-from fullshard.model.names import PEFT_PREFIX, stored_name
+from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, stored_name
 from fullshard.run_folder import read_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
 PREFIXES = ("module.", "model.", "state_dict.", "app.", PEFT_PREFIX)  # taken off the front while no name fits
 BESIDE = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng")  # first words of what is no weight
@@ -31,9 +30,9 @@ class ForeignCheckpoint:
         self._found: dict[str, ForeignTensor] = read(files[0].parent if read is tensors.read_dcp else files)
         self.weights: dict[str, ForeignTensor] = {}  # by ``take``
         for place in (path, path.parent):
-            if (place / ADAPTER_CONFIG).is_file() and self.lora is None:
+            if (place / PEFT_CONFIG).is_file() and self.lora is None:
                 self.lora = _lora_config(place)
-                self.files.append(place / ADAPTER_CONFIG)
+                self.files.append(place / PEFT_CONFIG)
 
     def take(self, names: Any, grown: Callable[[tuple[int, ...]], Any]) -> Any:
         """Give the tensors the names of a model, ModelNames; those of ``grown(new ids)`` where the vocabulary is larger
@@ -75,7 +74,7 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
             files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
             return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", tensors.read_dcp
     for single, read in (
-        ("adapter_model.safetensors", tensors.read_safetensors), ("adapter_model.bin", tensors.read_pickles),
+        (PEFT_TENSORS, tensors.read_safetensors), ("adapter_model.bin", tensors.read_pickles),
         (SINGLE, tensors.read_safetensors), ("pytorch_model.bin", tensors.read_pickles),
     ):  # fmt: skip
         index = path / f"{single}.index.json"
@@ -94,7 +93,7 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
 def _lora_config(folder: Path) -> Any:
     from peft import LoraConfig, PeftConfig
 
-    with Blame(MergeError, f"{folder / ADAPTER_CONFIG} is no adapter's", tensors.AGAIN):
+    with Blame(MergeError, f"{folder / PEFT_CONFIG} is no adapter's", tensors.AGAIN):
         config = PeftConfig.from_pretrained(str(folder))
     start = config.init_lora_weights if isinstance(config, LoraConfig) else None
     if start is None or str(start).lower().startswith(CHANGED_BASE) or config.trainable_token_indices:

@@ -28,7 +28,7 @@ def moved(base):
 def save(ranks, base, folder, kind):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
-    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     model = moved(base)
@@ -44,8 +44,7 @@ def save(ranks, base, folder, kind):
     if kind == "fsdp1":
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             return dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = model.state_dict()
     if ranks.is_first:
         Path(folder).mkdir()

@@ -80,8 +80,8 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
     path = folder / MANIFEST
     if absent := next((name for name in (MANIFEST, COMPLETE) if not (folder / name).is_file()), None):
         raise CheckpointError(f"{folder} is no finished checkpoint: {absent} is missing.", "Use another step.")
-    if (found := hash_file(path)) != (wanted := read_json(folder / COMPLETE).get(MANIFEST)):
-        raise refusal("other_hash", file=path, found=found, wanted=wanted)
+    if hash_file(path) != read_json(folder / COMPLETE).get(MANIFEST):
+        raise refusal("not_as_marked", folder=folder, manifest=MANIFEST, complete=COMPLETE)
     if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")
     try:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.format import MANIFEST, hash_file, verify_checkpoint
+from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, verify_checkpoint
 from fullshard.errors import CheckpointError, ConfigError, UserError
 from fullshard.model.load import MERGE_FACTS
 from fullshard.run_folder import CHECKPOINTS, MERGED, list_checkpoints, newest_checkpoint, read_json
@@ -33,26 +33,21 @@ def verify(path: str | Path) -> Verification:
 
 
 def _problems(path: Path) -> Iterator[tuple[str, str]]:
+    if not any((path / name).exists() for name in (CHECKPOINTS, MANIFEST, COMPLETE, MERGE_FACTS)):
+        hint = "Give a run folder, a checkpoint in it, or a merged folder."
+        raise ConfigError(f"{path} holds nothing that can be verified.", hint)
     inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / MERGED]
-    folders = [folder for folder in inside if folder.is_dir()] if (path / CHECKPOINTS).is_dir() else [path]
-    for folder in folders:
+    for folder in [folder for folder in inside if folder.is_dir()] if (path / CHECKPOINTS).is_dir() else [path]:
         try:
             if (folder / MERGE_FACTS).is_file():
-                hashes = read_json(folder / MERGE_FACTS)["output_blake2b"]
-                wrong = [name for name, wanted in hashes.items() if not _is(folder / name, wanted)]
-                yield str(folder), f"{wrong[0]} is not what was written." if wrong else ""
-                continue
-            if folder == path and not (folder / MANIFEST).is_file():
-                hint = "Give a run folder, a checkpoint in it, or a merged folder."
-                raise ConfigError(f"{path} holds nothing that can be verified.", hint)
-            verify_checkpoint(folder)
+                for name, wanted in read_json(folder / MERGE_FACTS)["output_blake2b"].items():
+                    if not (folder / name).is_file() or hash_file(folder / name) != wanted:
+                        raise CheckpointError(f"{name} is not what was written.")
+            else:
+                verify_checkpoint(folder)
             yield str(folder), ""
-        except CheckpointError as error:
+        except UserError as error:
             yield str(folder), error.message
-
-
-def _is(path: Path, wanted: str) -> bool:
-    return path.is_file() and hash_file(path) == wanted
 
 
 def newest_good(run: Path, step: int | None = None) -> tuple[int, Path, list[str]]:

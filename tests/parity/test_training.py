@@ -81,7 +81,8 @@ def stored(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
     """By (kind, name): whole tensors put together from the parts by hand, by the manifest alone."""
     folder = checkpoint_path(run, step)
     manifest = json.loads((folder / "manifest.json").read_text())
-    files = {name: load_file(folder / name) for name in manifest["files"]}
+    names = {piece["file"] for tensor in manifest["tensors"] for piece in tensor["pieces"]}
+    files = {name: load_file(folder / name) for name in names}
     whole = {}
     for tensor in manifest["tensors"]:
         parts = [files[piece["file"]][piece["key"]] for piece in tensor["pieces"]]

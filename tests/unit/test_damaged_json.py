@@ -42,6 +42,6 @@ def test_a_file_outside_the_checkpoint_is_refused(tmp_path):
     (tmp_path / "other").write_text("x")
     folder = tmp_path / "step"
     folder.mkdir()
-    put(folder, {**WHOLE, "files": {"../other": {"bytes": 1, "blake2b": ""}}})
+    put(folder, {**WHOLE, "files": {"../other": {"bytes": 1, "xxh3": ""}}})
     with pytest.raises(UserError, match="damaged"):
         read_manifest(folder)

@@ -5,14 +5,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.checkpoint.format import (
     FileFacts,
@@ -25,13 +24,13 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.errors import Blame, CheckpointError, refusal
 from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
+from fullshard.model.tensor_files import DTYPE_NAMES, FileTensor, read_header
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel
 
 Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
 PROOF = "proof.safetensors"
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 class Saver:
@@ -68,7 +67,7 @@ class Saver:
         for name, kind, shard, value in owned:
             tensors[key := f"{kind}/{name}"] = value.detach().to("cpu", copy=beside).contiguous()
             piece = Piece(part, key, shard.start, shard.stop)
-            described.append(StoredTensor(name, kind, shard.full_shape, SAFETENSORS_DTYPES[value.dtype], (piece,)))
+            described.append(StoredTensor(name, kind, shard.full_shape, DTYPE_NAMES[value.dtype], (piece,)))
         files = ({part: tensors} if tensors else {}) | (extra if self._ranks.is_first else {})
         self._writing = self._pool.submit(self._write, final, temporary, files, described, {"step": step, **facts})
         if not beside:
@@ -106,9 +105,12 @@ class Saver:
             for path in said:
                 path.unlink()
             if PEFT_CONFIG in files:  # the adapter as PEFT has it; a vocabulary that has grown belongs to it
-                weights = [stored for stored in joined.values() if stored.kind == "weight"]
-                names = {one.name: one.name if is_adapter(one.name) else PEFT_PREFIX + one.name for one in weights}
-                whole = {names[one.name]: _read_pieces(temporary, one).view(one.shape) for one in weights}
+                whole = {}
+                for one in joined.values():
+                    if one.kind == "weight":
+                        parts = [read_header(temporary / piece.file)[piece.key].read() for piece in one.pieces]
+                        name = one.name if is_adapter(one.name) else PEFT_PREFIX + one.name
+                        whole[name] = torch.cat(parts).view(one.shape)
                 mine[0]["files"][PEFT_TENSORS] = _write_file(temporary / PEFT_TENSORS, whole)
             all_files = {name: FileFacts(**one) for each in mine for name, one in each["files"].items()}
             write_manifest(temporary, Manifest(tensors=tuple(joined.values()), files=all_files, **facts))
@@ -127,27 +129,17 @@ class Saver:
             shutil.rmtree(path)
 
 
-def _read_pieces(folder: Path, stored: StoredTensor) -> torch.Tensor:
-    """All elements of a stored tensor, 1-d."""
-    parts = []
-    for piece in stored.pieces:
-        with safe_open(folder / piece.file, framework="pt", backend="pread") as file:
-            parts.append(file.get_tensor(piece.key))
-    return torch.cat(parts)
-
-
 def _write_file(path: Path, content: dict[str, torch.Tensor] | str) -> dict[str, Any]:
     """Write tensors or a text, look whether they are there, and return what a manifest says of the file."""
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
     else:
         save_file(content, path, metadata={"format": "pt"})
-        with safe_open(path, framework="pt", backend="pread") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        found = {key: tensor.shape for key, tensor in read_header(path, CheckpointError).items()}
         if found != {key: tuple(value.shape) for key, value in content.items()}:
             raise CheckpointError(f"{path} does not hold what was written.", "Check the disk.")
     sync_path(path)
-    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
+    return {"bytes": path.stat().st_size, "xxh3": hash_file(path)}
 
 
 def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[str, str, Shard, torch.Tensor]]:
@@ -166,7 +158,6 @@ class OwnCheckpoint:
         """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._handles: dict[str, Any] = {}
         self._stored = {(stored.name, stored.kind): stored for stored in self.manifest.tensors}
         self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
 
@@ -178,25 +169,24 @@ class OwnCheckpoint:
         for piece in stored.pieces:
             low, high = max(piece.start, start), piece.stop if stop is None else min(piece.stop, stop)
             if low < high:
-                values, size = self.open_file(piece.file).get_slice(piece.key), piece.stop - piece.start
-                if (found := values.get_shape()) != [size]:
-                    raise refusal("piece_shape", file=self.folder / piece.file, key=piece.key, found=found, size=size)
-                parts.append(values[low - piece.start : high - piece.start])
+                values, size = self.open_file(piece.file)[piece.key], piece.stop - piece.start
+                if values.shape != (size,):
+                    file = self.folder / piece.file
+                    raise refusal("piece_shape", file=file, key=piece.key, found=values.shape, size=size)
+                parts.append(values.read(low - piece.start, high - piece.start))
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def open_file(self, name: str) -> Any:
-        """The safetensors handle of one of its files."""
-        if name not in self._handles:
-            with Blame(CheckpointError, f"{self.folder / name} is not readable", "Use another step."):
-                self._handles[name] = safe_open(self.folder / name, framework="pt", backend="pread")
-        return self._handles[name]
+    @cache  # noqa: B019 - few are made
+    def open_file(self, name: str) -> dict[str, FileTensor]:
+        """The tensors of one of its files."""
+        return read_header(self.folder / name, CheckpointError)
 
     def proof(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
         if not (place := self.folder / PROOF).is_file():
             raise CheckpointError(f"{place} is missing: a merge cannot be proven.", "Use another step.")
-        file = self.open_file(PROOF)
-        return file.get_tensor("tokens"), file.get_tensor("logits").float()
+        tokens, logits = (self.open_file(PROOF)[key] for key in ("tokens", "logits"))
+        return tokens.read().view(tokens.shape), logits.read().view(logits.shape).float()
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def _problems(path: Path) -> Iterator[tuple[str, str]]:
     for folder in [folder for folder in inside if folder.is_dir()] if (path / CHECKPOINTS).is_dir() else [path]:
         try:
             if (folder / MERGE_FACTS).is_file():
-                for name, wanted in read_json(folder / MERGE_FACTS)["output_blake2b"].items():
+                for name, wanted in read_json(folder / MERGE_FACTS)["output_xxh3"].items():
                     if not (folder / name).is_file() or hash_file(folder / name) != wanted:
                         raise CheckpointError(f"{name} is not what was written.")
             else:

@@ -88,8 +88,8 @@ class Inputs:
             "run": str(self.place.resolve()), "step": self.step, "format": self.format,
             "method": "full" if self.adapters is None else "lora",
             "base_model": str(self.base.resolve()), "base_name": base_name(self.base),
-            "checkpoint_blake2b": {path.name: hash_file(path) for path in self.files},
-            "base_blake2b": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
+            "checkpoint_xxh3": {path.name: hash_file(path) for path in self.files},
+            "base_xxh3": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
             "adapters": len(self.adapters) if self.adapters else None,
             "adapters_moved": sum(one.has_moved for one in self.adapters.values()) if self.adapters else None,
             "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
@@ -153,7 +153,7 @@ def merge_run(
         card = {"name": name, "method": facts["method"], "made_of": made_of, "dtype": stored_dtype}
         write_card(inputs.base, unfinished, **card, proof=stored.line)
         facts |= {"dtype": stored_dtype, "notes": notes} | proof
-        facts["output_blake2b"] = {name: hash_file(unfinished / name) for name in weight_files}
+        facts["output_xxh3"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, facts)
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
     lines = (*notes, *lines, published)
@@ -183,10 +183,10 @@ def _check(folder: Path, started: float) -> MergeResult:
         raise MergeError(f"{folder} was not made by a merge: no {MERGE_FACTS}.", "Give a merged folder.")
     own = facts["step"] is not None
     inputs = Inputs(Path(facts["run"]), facts["step"], None if own else facts["base_model"])
-    then = {**facts["checkpoint_blake2b"], **facts["base_blake2b"]}
+    then = {**facts["checkpoint_xxh3"], **facts["base_xxh3"]}
     now = {path.name: path for path in [*inputs.files, *inputs.base.glob("*.safetensors")]}
     files = [(now.get(name, folder / name), wanted) for name, wanted in then.items()]
-    for path, wanted in [*files, *((folder / name, wanted) for name, wanted in facts["output_blake2b"].items())]:
+    for path, wanted in [*files, *((folder / name, wanted) for name, wanted in facts["output_xxh3"].items())]:
         if not path.is_file() or hash_file(path) != wanted:
             raise refusal("not_as_merged", path=path)
     dtype = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}[facts["dtype"]]

@@ -141,6 +141,6 @@ def _compare_bits(output: OutputTensor, files: WeightFiles, names: ModelNames) -
         known = min(block.numel(), old_size - position)
         if output.exact_dtype.is_floating_point and known > 0:
             old = base.read(output.name, rows[0], rows[0] + known // width) if output.shape else base.read(output.name)
-            squares += float((block[:known].double() - old.reshape(-1).double()).square().sum())
+            squares += float((block[:known].float() - old.reshape(-1).float()).square_().sum(dtype=torch.float64))
         position += block.numel()
     return math.sqrt(squares)

@@ -12,14 +12,14 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.modeling_utils import str_to_torch_dtype
 
-from fullshard.checkpoint.ranges import SAFETENSORS_DTYPES
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
 from fullshard.model.load import INDEX
 from fullshard.model.names import base_name, is_adapter, stored_name
+from fullshard.model.tensor_files import DTYPE_NAMES
 
 SHARD_BYTES = 4 * 10**9
-BLOCK_ELEMENTS = 1 << 22  # 16 MB in fp32
+BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,13 @@ class ExactWeights:
             yield rows
 
     def whole(self, name: str) -> torch.Tensor:
-        """The exact values of a parameter in its shape."""
-        return torch.cat(list(self.blocks(name))).view(self.names.weights.shapes[name])
+        """The exact values of a parameter in its shape, fp32."""
+        made = torch.empty(self.names.weights.shapes[name])
+        rest = made.view(-1)
+        for block in self.blocks(name):
+            rest[: block.numel()] = block
+            rest = rest[block.numel() :]
+        return made
 
     def unmerged(self, name: str) -> torch.Tensor:
         """A parameter of the model that ``names`` wrapped in adapters, whole and in its shape: nothing is folded."""
@@ -130,7 +135,7 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
     position = 0
     for tensor in tensors:
         place = [position, position + tensor.num_bytes]
-        facts = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        facts = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
         header[tensor.name], position = facts, place[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

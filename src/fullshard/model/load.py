@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -12,13 +13,13 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.model.attention import BY_DOCUMENT
+from fullshard.model.tensor_files import DTYPE_NAMES, read_header
 from fullshard.run_folder import publish_folder, read_json, sync_path
 
 INDEX = "model.safetensors.index.json"
@@ -56,17 +57,13 @@ def weight_names(folder: Path) -> list[str]:
 
 
 class WeightFiles:
-    """The tensors of a model folder, read by rows. Memory maps: what is not read costs nothing."""
+    """The tensors of a model folder, read by rows, by position."""
 
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self.files = [folder / file for file in weight_names(folder)]
-        self._places: dict[str, Any] = {}  # the open file of each tensor
-        for file in self.files:
-            with Blame(ModelError, f"{file} is damaged", "Download this file again."):
-                handle = safe_open(file, framework="pt", backend="pread")
-                self._places |= dict.fromkeys(handle.keys(), handle)
-        self.names = list(self._places)  # of all tensors
+        self._tensors = {name: tensor for file in self.files for name, tensor in read_header(file).items()}
+        self.names = list(self._tensors)  # of all tensors
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
@@ -82,17 +79,20 @@ class WeightFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the file's header."""
-        return tuple(self._places[name].get_slice(name).get_shape())
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
         """dtype of one tensor as safetensors names it: F32, BF16, F16, ..."""
-        return self._places[name].get_slice(name).get_dtype()
+        return DTYPE_NAMES[self._tensors[name].dtype]
 
     def read(self, name: str, start_row: int | None = None, stop_row: int | None = None) -> torch.Tensor:
         """Rows [start_row, stop_row) of one tensor, or all of it, in the file's dtype."""
+        tensor = self._tensors[name]
         if start_row is None:
-            return self._places[name].get_tensor(name)
-        return self._places[name].get_slice(name)[start_row:stop_row]
+            return tensor.read().view(tensor.shape)
+        rows, *inner = tensor.shape
+        width, stop_row = math.prod(inner), rows if stop_row is None else min(stop_row, rows)
+        return tensor.read(start_row * width, stop_row * width).view(-1, *inner)
 
 
 def read_config(path: str | Path) -> Any:

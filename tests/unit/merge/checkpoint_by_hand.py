@@ -65,7 +65,7 @@ def rehash(folder: Path) -> None:
     """Make the manifest's sizes and hashes those of the files as they are."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"] = {
-        path.name: {"bytes": path.stat().st_size, "blake2b": hash_file(path)} for path in folder.glob("*.safetensors")
+        path.name: {"bytes": path.stat().st_size, "xxh3": hash_file(path)} for path in folder.glob("*.safetensors")
     }
     write_json(folder / MANIFEST, manifest)
     write_json(folder / COMPLETE, {MANIFEST: hash_file(folder / MANIFEST)})

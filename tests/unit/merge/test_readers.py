@@ -350,9 +350,9 @@ def test_any_range_of_any_layout(tmp_path_factory, shape, data):
 
 def test_parts_that_do_not_cover_are_found(tmp_path):
     (tmp_path / "raw").write_bytes(bytes(64))
-    one = tensors.Part(tmp_path / "raw", 0, (0, 0), (2, 4))
+    one = tensors.Part(tmp_path / "raw", 0, (0, 0), (2, 4), kind=MergeError)
     with pytest.raises(MergeError, match="do not cover"):
-        tensors.ForeignTensor((3, 4), torch.float32, (one,)).read()
+        tensors.FileTensor((3, 4), torch.float32, (one,)).read()
 
 
 def test_check_repeats_the_proof(tmp_path, base, tuned):

@@ -128,11 +128,11 @@ def test_model_card_and_record(tmp_path, base):
     assert not (result.folder / "optimizer.bin").exists()
     record = json.loads((result.folder / "merge.json").read_text())
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    assert record["checkpoint_blake2b"] == {name: facts["blake2b"] for name, facts in manifest["files"].items()}
+    assert record["checkpoint_xxh3"] == {name: facts["xxh3"] for name, facts in manifest["files"].items()}
     assert record["proof"]["max_difference"] == result.proof.max_difference
     assert (record["step"], record["adapters"], record["adapters_moved"]) == (3, 4, 4)
     assert record["settings"] == {"system": "red"}
-    assert record["base_blake2b"].keys() == record["output_blake2b"].keys() == {"model.safetensors"}
+    assert record["base_xxh3"].keys() == record["output_xxh3"].keys() == {"model.safetensors"}
 
 
 def test_without_a_card_the_licence_is_the_bases(tmp_path, base):

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from fullshard.errors import MergeError
 from fullshard.merge import writer
-from fullshard.merge.writer import SAFETENSORS_DTYPES, OutputTensor, row_blocks, write_weights
+from fullshard.merge.writer import OutputTensor, row_blocks, write_weights
+from fullshard.model.tensor_files import DTYPE_NAMES
 
 
 def output_of(name: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> OutputTensor:
@@ -31,7 +32,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "BLOCK_ELEMENTS", 5)
     tensors = {
         f"{dtype}.{number}": (torch.arange(7 * 3 * 2).reshape(7, 3, 2)[:rows] % 2).to(dtype)
-        for dtype in SAFETENSORS_DTYPES
+        for dtype in DTYPE_NAMES
         for number, rows in enumerate((7, 1))
     }
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "odd": torch.ones(3, dtype=torch.uint8)}

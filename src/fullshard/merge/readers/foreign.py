@@ -8,9 +8,10 @@ import torch
 
 from fullshard.errors import Blame, MergeError, refusal
 from fullshard.merge.readers import tensors
-from fullshard.merge.readers.tensors import ForeignTensor, inside
+from fullshard.merge.readers.tensors import inside
 from fullshard.model.load import SINGLE
 from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, stored_name
+from fullshard.model.tensor_files import FileTensor, read_header
 from fullshard.run_folder import read_json
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
@@ -27,8 +28,8 @@ class ForeignCheckpoint:
         self.folder, self.lora = path, None
         files, self.format, read = _find(path)
         self.files = [*files]
-        self._found: dict[str, ForeignTensor] = read(files[0].parent if read is tensors.read_dcp else files)
-        self.weights: dict[str, ForeignTensor] = {}  # by ``take``
+        self._found: dict[str, FileTensor] = read(files[0].parent if read is tensors.read_dcp else files)
+        self.weights: dict[str, FileTensor] = {}  # by ``take``
         for place in (path, path.parent):
             if (place / PEFT_CONFIG).is_file() and self.lora is None:
                 self.lora = _lora_config(place)
@@ -74,8 +75,8 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
             files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
             return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", tensors.read_dcp
     for single, read in (
-        (PEFT_TENSORS, tensors.read_safetensors), ("adapter_model.bin", tensors.read_pickles),
-        (SINGLE, tensors.read_safetensors), ("pytorch_model.bin", tensors.read_pickles),
+        (PEFT_TENSORS, _read_safetensors), ("adapter_model.bin", tensors.read_pickles),
+        (SINGLE, _read_safetensors), ("pytorch_model.bin", tensors.read_pickles),
     ):  # fmt: skip
         index = path / f"{single}.index.json"
         kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
@@ -88,6 +89,10 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
         if (path / single).is_file():
             return [path / single], kind, read
     raise refusal("no_format", path=path)
+
+
+def _read_safetensors(files: list[Path]) -> dict[str, FileTensor]:
+    return {name: tensor for path in files for name, tensor in read_header(path, MergeError).items()}
 
 
 def _lora_config(folder: Path) -> Any:

@@ -136,7 +136,7 @@ def damage(job: Path, number: int, draw: random.Random) -> dict[str, Any]:
     else:
         flipped = content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :]
         path.write_bytes(flipped if kind == "flip" else content[:place])
-    from fullshard.checkpoint.verify import verify
+    from fullshard.checkpoint.format import verify
 
     ((_, problem),) = verify(folder).found
     path.write_bytes(content)

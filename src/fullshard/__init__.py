@@ -13,7 +13,7 @@ _NAMES = {  # of a module
     "launch": "train_run resume_run trace_run probe_run",
     "merge.job": "merge_run",
     "infer.generate": "generate_text answer_file",
-    "checkpoint.verify": "verify",
+    "checkpoint.format": "verify",
     "evaluate": "evaluate_run judge_models judge_recipe",
 }
 _PLACES = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}

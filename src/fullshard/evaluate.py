@@ -27,8 +27,7 @@ from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.errors import Blame, ConfigError, DataError
 from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
 from fullshard.model.fetch import with_model_folder
-from fullshard.model.load import MERGE_FACTS
-from fullshard.run_folder import read_json, read_metrics
+from fullshard.run_folder import MERGE_FACTS, read_json, read_metrics
 from fullshard.train.loss import LossModel, held_out_loss
 from fullshard.verdict import compare, say, words
 

@@ -27,8 +27,7 @@ import psutil
 import yaml
 
 from fullshard import doctor, run_folder
-from fullshard.checkpoint.format import read_manifest
-from fullshard.checkpoint.verify import newest_good
+from fullshard.checkpoint.format import newest_good, read_manifest
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError, refusal
 from fullshard.run_folder import list_checkpoints, read_json, require_run, write_json

@@ -20,6 +20,7 @@ TRACE = "trace.json"  # what the engine did in one step, by rank
 HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 EVAL = "eval.json"  # how the merged model was judged
 CHECKPOINTS, MERGED, PREPARED = "checkpoints", "merged", "prepared"  # folders; prepared: a sub-folder a split
+MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 LOCK = "lock"  # held by the rank 0 that trains, with its process id
 ERRORS = "errors"  # one file per rank that failed
 

@@ -14,7 +14,7 @@ from rank_pool import free_port
 from test_launch import ENDED_WITHIN_SECONDS, ENVIRONMENT, FULLSHARD, call, losses, ranks_alive
 from tiny_models import make_job
 
-from fullshard.checkpoint.verify import newest_good, verify
+from fullshard.checkpoint.format import newest_good, verify
 from fullshard.errors import CheckpointError
 from fullshard.run_folder import list_checkpoints
 

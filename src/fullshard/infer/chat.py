@@ -13,8 +13,7 @@ from rich.markup import escape
 from fullshard.errors import UserError
 from fullshard.infer import generate
 from fullshard.infer.generate import Answerer
-from fullshard.model.load import MERGE_FACTS
-from fullshard.run_folder import read_json
+from fullshard.run_folder import MERGE_FACTS, read_json
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 

@@ -22,8 +22,8 @@ from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, ExactWeights, OutputTensor, plan_outputs, write_weights
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import MERGE_FACTS, unfinished_folder
-from fullshard.run_folder import newest_checkpoint, read_json, require_run, write_json
+from fullshard.model.load import unfinished_folder
+from fullshard.run_folder import MERGE_FACTS, newest_checkpoint, read_json, require_run, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none

@@ -27,7 +27,6 @@ SINGLE = "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 GENERATION_CONFIG = "generation_config.json"
-MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from fullshard.config import RunConfig
 from fullshard.errors import PlanError
-from fullshard.model.load import MERGE_FACTS
 from fullshard.planning.search import make_plan
 from fullshard.report.data import audit_data, audit_prepared, audit_tables
 from fullshard.report.page import write_page
 from fullshard.report.plan import plan_figures
-from fullshard.run_folder import MERGED, PREPARED, RECIPE, REPORT, read_json, read_metrics, require_run
+from fullshard.run_folder import MERGE_FACTS, MERGED, PREPARED, RECIPE, REPORT, read_json, read_metrics, require_run
 from fullshard.verdict import decide
 
 Place = str | Path | None

@@ -19,7 +19,8 @@ from tiny_models import make_model, make_tokenizer
 
 from fullshard.errors import MergeError
 from fullshard.merge.job import merge_run
-from fullshard.merge.readers import tensors
+from fullshard.merge.readers.foreign import read_pickles
+from fullshard.model.tensor_files import FileTensor, Part
 
 DCP_WARNING = "ignore:.*torch.distributed is (disabled|unavailable).*"
 pytestmark = [pytest.mark.filterwarnings(DCP_WARNING), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -340,7 +341,7 @@ def test_any_range_of_any_layout(tmp_path_factory, shape, data):
     if value.dim() > 1 and data.draw(st.booleans()):
         value = value.transpose(0, -1)
     torch.save({"x": value, "y": [1, "text"], "z": {"deep": value + 1}}, folder / "a.pt")
-    found = tensors.read_pickles([folder / "a.pt"])
+    found = read_pickles([folder / "a.pt"])
     assert found.keys() == {"x", "z.deep"}
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
@@ -350,9 +351,9 @@ def test_any_range_of_any_layout(tmp_path_factory, shape, data):
 
 def test_parts_that_do_not_cover_are_found(tmp_path):
     (tmp_path / "raw").write_bytes(bytes(64))
-    one = tensors.Part(tmp_path / "raw", 0, (0, 0), (2, 4), kind=MergeError)
+    one = Part(tmp_path / "raw", 0, (0, 0), (2, 4), kind=MergeError)
     with pytest.raises(MergeError, match="do not cover"):
-        tensors.FileTensor((3, 4), torch.float32, (one,)).read()
+        FileTensor((3, 4), torch.float32, (one,)).read()
 
 
 def test_check_repeats_the_proof(tmp_path, base, tuned):

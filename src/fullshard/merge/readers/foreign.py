@@ -1,23 +1,122 @@
-"""Checkpoints of other tools as sources of a merge: which format a path holds, and whose weights its names mean."""
+"""Checkpoints of other tools as sources of a merge: torch's distributed checkpoints (DCP), pickled state dicts,
+safetensors, PEFT adapters. Which format a path holds, where its tensors lie, whose weights its names mean. Nothing in
+them is executed."""
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from fullshard.errors import Blame, MergeError, refusal
-from fullshard.merge.readers import tensors
-from fullshard.merge.readers.tensors import inside
 from fullshard.model.load import SINGLE
 from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, stored_name
-from fullshard.model.tensor_files import FileTensor, read_header
+from fullshard.model.tensor_files import AGAIN, FileTensor, Part, read_header
 from fullshard.run_folder import read_json
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
 PREFIXES = ("module.", "model.", "state_dict.", "app.", PEFT_PREFIX)  # taken off the front while no name fits
 BESIDE = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng")  # first words of what is no weight
 CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # starts of adapters that belong to a changed base
+DCP = ".metadata"
+ALLOWED = {  # all that a .metadata may name, beside torch's dtypes
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SavedPart(Part):
+    """A part that is a whole file of torch.save, ``size`` bytes from ``position`` of a DCP file."""
+
+    size: int = 0
+
+    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [first, last) of the part."""
+        found = _in_file(self.file, self.position, self.size)
+        if (found.dtype, tuple(found.shape) or (1,)) != (dtype, self.shape):
+            raise MergeError(f"{self.file} holds other tensors than {DCP} says.", AGAIN)
+        return _part(self.file, found, self.offsets, self.position).rows(first, last, dtype)
+
+
+def read_dcp(folder: Path) -> dict[str, FileTensor]:
+    """The tensors of a DCP folder, by their names in it. MergeError where it is damaged or names anything but data."""
+    with Blame(MergeError, f"{folder / DCP} cannot be read", AGAIN), open(folder / DCP, "rb") as file:
+        metadata = _PlainData(file).load()
+        places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        tensors = {}
+        for name, facts in metadata.state_dict_metadata.items():
+            if isinstance(facts, TensorStorageMetadata):
+                parts = []
+                for chunk in facts.chunks:
+                    info = places[name, tuple(chunk.offsets)]
+                    block = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
+                    place = inside(folder, info.relative_path), info.offset
+                    parts.append(SavedPart(*place, *block, kind=MergeError, size=info.length))
+                tensors[name] = FileTensor(tuple(facts.size), facts.properties.dtype, tuple(parts))
+    return tensors
+
+
+class _PlainData(pickle.Unpickler):
+    """Reads pickles of DCP's own data classes; whatever else one names is refused before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ALLOWED.get(module, ()) or (module == "torch" and name in DTYPES):
+            return super().find_class(module, name)
+        raise MergeError(f"It names {module}.{name}, which is no plain data: nothing of it was run.", AGAIN)
+
+
+DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def read_pickles(files: Iterable[Path]) -> dict[str, FileTensor]:
+    """The tensors of torch.save's files (pytorch_model.bin, .pt), nested names joined by dots."""
+    tensors = {}
+    for path in files:
+        values = [("", _in_file(path, 0, path.stat().st_size))]
+        for name, value in values:  # grows while it is read
+            if isinstance(value, dict):
+                values += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
+            elif isinstance(value, torch.Tensor):
+                part = _part(path, value, (0,) * max(1, value.dim()), 0)
+                tensors[name] = FileTensor(tuple(value.shape), value.dtype, (part,))
+    return tensors
+
+
+@cache
+def _in_file(path: Path, position: int, size: int) -> Any:
+    """What torch.save wrote there: its tensors without values, which know where in the file these lie."""
+    again = "It may be from before torch 1.6: load it there, save it anew. Else copy it again."
+    blame = Blame(MergeError, f"{path} cannot be read without running it", again)
+    with blame, open(path, "rb") as file, FakeTensorMode():
+        return torch.load(_create_file_view(file, position, size), weights_only=True, map_location="cpu")
+
+
+def _part(path: Path, value: torch.Tensor, offsets: tuple[int, ...], start: int) -> Part:
+    """A tensor that ``_in_file`` found, where torch.save's file begins ``start`` bytes from the start."""
+    position = start + value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
+    stride = None if value.is_contiguous() else tuple(value.stride())
+    return Part(path, position, offsets, tuple(value.shape) or (1,), stride, MergeError)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file that lies in ``folder``, whatever links say. MergeError where it does not."""
+    if not (path := folder / name).resolve().is_relative_to(folder.resolve()):
+        raise MergeError(f"{folder} names {name}, which lies outside of it.", AGAIN)
+    return path
 
 
 class ForeignCheckpoint:
@@ -28,7 +127,7 @@ class ForeignCheckpoint:
         self.folder, self.lora = path, None
         files, self.format, read = _find(path)
         self.files = [*files]
-        self._found: dict[str, FileTensor] = read(files[0].parent if read is tensors.read_dcp else files)
+        self._found: dict[str, FileTensor] = read(files[0].parent if read is read_dcp else files)
         self.weights: dict[str, FileTensor] = {}  # by ``take``
         for place in (path, path.parent):
             if (place / PEFT_CONFIG).is_file() and self.lora is None:
@@ -47,7 +146,7 @@ class ForeignCheckpoint:
                 continue
             other = self.weights.setdefault(names.canonical.get(name, name), tensor)
             if other is not tensor and (other.shape != tensor.shape or not torch.equal(other.read(), tensor.read())):
-                raise MergeError(f"{self.folder} holds two values of {name}, one as {raw}.", tensors.AGAIN)
+                raise MergeError(f"{self.folder} holds two values of {name}, one as {raw}.", AGAIN)
         if strange or not self.weights:
             first = ", ".join(strange[:5]) or "there are none at all"
             raise refusal("strange", path=self.folder, count=len(strange), first=first)
@@ -62,26 +161,26 @@ class ForeignCheckpoint:
 def _find(path: Path) -> tuple[list[Path], str, Any]:
     """The files, the format's name, and what reads it."""
     if path.is_file():
-        return [path], "a pickled state dict", tensors.read_pickles
+        return [path], "a pickled state dict", read_pickles
     if not path.is_dir():
         raise MergeError(f"There is nothing at {path}.", "Give a run folder, a checkpoint or an adapter.")
     if any(path.glob("zero_to_fp32.py")) or any(path.glob("**/*_optim_states.pt")):
         raise refusal("deepspeed", path=path)
-    nested = sorted(place for place in path.glob(f"*/{tensors.DCP}") if not place.parent.name.startswith(BESIDE))
-    for place in [path / tensors.DCP, *nested]:
+    nested = sorted(place for place in path.glob(f"*/{DCP}") if not place.parent.name.startswith(BESIDE))
+    for place in [path / DCP, *nested]:
         if place.is_file():
             if len(nested) > 1:
                 raise refusal("several", path=path, found=", ".join(one.parent.name for one in nested))
             files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
-            return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", tensors.read_dcp
+            return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", read_dcp
     for single, read in (
-        (PEFT_TENSORS, _read_safetensors), ("adapter_model.bin", tensors.read_pickles),
-        (SINGLE, _read_safetensors), ("pytorch_model.bin", tensors.read_pickles),
+        (PEFT_TENSORS, _read_safetensors), ("adapter_model.bin", read_pickles),
+        (SINGLE, _read_safetensors), ("pytorch_model.bin", read_pickles),
     ):  # fmt: skip
         index = path / f"{single}.index.json"
         kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
         if index.is_file():
-            with Blame(MergeError, f"{index} is damaged", tensors.AGAIN):
+            with Blame(MergeError, f"{index} is damaged", AGAIN):
                 names = sorted(set(read_json(index)["weight_map"].values()))
             if absent := [name for name in names if not inside(path, name).is_file()]:
                 raise refusal("files_absent", path=path, count=len(absent), all=len(names), first=absent[0])
@@ -98,7 +197,7 @@ def _read_safetensors(files: list[Path]) -> dict[str, FileTensor]:
 def _lora_config(folder: Path) -> Any:
     from peft import LoraConfig, PeftConfig
 
-    with Blame(MergeError, f"{folder / PEFT_CONFIG} is no adapter's", tensors.AGAIN):
+    with Blame(MergeError, f"{folder / PEFT_CONFIG} is no adapter's", AGAIN):
         config = PeftConfig.from_pretrained(str(folder))
     start = config.init_lora_weights if isinstance(config, LoraConfig) else None
     if start is None or str(start).lower().startswith(CHANGED_BASE) or config.trainable_token_indices:

@@ -26,7 +26,7 @@ CHINESE = {
     "pissa_init": "适配器按 LoRA 自己的方式初始化（A 均匀分布，B 为零）；其他初始化需要完整的权重或数据",
     "add_special_tokens": "新词元的列表；嵌入层和输出层会随之训练",
     "resize_vocab": "不用设置；词表随 model.add_tokens 增长",
-    "adapter_name_or_path": "尚未支持；先用原来的工具把适配器合并进模型，再把目录写进 model.path",
+    "adapter_name_or_path": "要从适配器开始：先 fullshard merge ADAPTER，再把合并后的目录写进 model.path",
     "per_device_train_batch_size": "不写时由 plan 选择",
     "gradient_accumulation_steps": "由 plan 根据 train.global_batch 和 train.micro_batch 决定；"
     "train.global_batch 是一整步的样本数，所有 rank 合计",

@@ -17,12 +17,10 @@ def test_figures_by_hand():
     assert result.max_difference == pytest.approx(1.0)
     assert result.relative == pytest.approx(0.5)
     assert (result.same_top, result.num_positions) == (1, 2)
-    assert result.changed == 0  # the lost preference of 0.01 is half a percent of the range
     p = math.exp(2) / (1 + math.exp(2))
     q = math.exp(1) / (1 + math.exp(1))
     first = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     assert result.mean_kl == pytest.approx(first / 2, abs=1e-4)
-    assert compare_logits(torch.tensor([[0.0, 2.0]]), torch.tensor([[2.0, 0.0]])).changed == 1
 
 
 def test_line():
@@ -47,8 +45,8 @@ def test_equal_is_close_and_nan_never():
 def test_bounds_differ_by_precision():
     reference = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 4
     noise = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    assert is_close(compare_logits(reference, reference + 1e-4 * noise), False)
-    slightly = compare_logits(reference, reference + 0.05 * noise)
+    assert is_close(compare_logits(reference, reference + 1e-5 * noise), False)
+    slightly = compare_logits(reference, reference + 0.03 * noise)
     assert is_close(slightly, True) and not is_close(slightly, False)
     assert not is_close(compare_logits(reference, reference + 1.0 * noise), True)
     assert not is_close(compare_logits(reference, reference.roll(1, 0)), True)

@@ -7,36 +7,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Template
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
 
 import fullshard
+from fullshard.device import release_memory
 from fullshard.errors import ConfigError, UserError
 from fullshard.launch import check_machine
+from fullshard.model.fetch import MODEL_NAME, default_model_folder, ensure_default_model, fetch_model
 from fullshard.recipe_init import write_new
 from fullshard.run_folder import free_run, recipe_beside, write_json
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 Place = str | Path | None
 HELD_OUT = {"English": DATA_FOLDER / "heldout.jsonl", "Chinese": DATA_FOLDER / "heldout_zh.jsonl"}
-SHOWN = {"English": 12, "Chinese": 3}  # rows in the table; all of them stand in quickstart.json
-MERGE_SECONDS = 20  # read, fold, write and prove 135 M weights on a slow disk
-ANSWER_WIDTH = 60  # characters of an answer in the table
-EVAL_ROWS = 44  # rows of a batch: reading the weights for each new token costs more than the rows
-MAX_NEW_TOKENS = 16  # the longest answer has 12 tokens, and its stop
+SETTINGS = yaml.safe_load((DATA_FOLDER / "settings.yaml").read_text(encoding="utf-8"))
 
 
 def run_quickstart(model: Place = None, output: Place = None, ranks: int | None = None) -> dict[str, Any]:
     """Run the main job, print it and return what stands in RUN/quickstart.json: ``run``, ``recipe``, ``merged``,
     ``seconds``, and ``held_out``: EvalResult.to_json by language, with the base's. ``model``: default the built-in one.
     ``output``: default the first free run folder of ./runs/quickstart, -2, ... Raises UserError."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from fullshard.model.fetch import fetch_model
-
     started = time.monotonic()
     disable_progress_bar()  # transformers' own bars would tear ours
     console = Console(highlight=False)
@@ -60,7 +56,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     console.print("\n[bold]3 The model before training[/]")
     clock = time.monotonic()
     base = _evaluate(folder, console)
-    rest = time.monotonic() - clock + MERGE_SECONDS
+    rest = time.monotonic() - clock + SETTINGS["merge_seconds"]
     print(words.before(base), end="")
     console.print("\n[bold]4 Prepare and train[/]")
     print(words.expected(plan, rest))
@@ -95,20 +91,18 @@ def _answer_table(held_out: dict[str, Any]) -> Table:
     names = ("question", "base answer", "tuned answer", "expected")
     table = Table(*(Column(name, overflow="fold") for name in names), show_lines=True)  # Chinese has no spaces
     for language, tuned in held_out.items():
-        count, shown = len(tuned.answers), min(SHOWN[language], len(tuned.answers))
+        count, shown = len(tuned.answers), min(SETTINGS["shown"][language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):
             before, after = tuned.base.answers[index], tuned.answers[index]
             mark, style = ("✓", "green") if after.correct else ("✗", "red")
             answers = [Text(" ".join(before.answer.split())), Text(" ".join(f"{mark} {after.answer}".split()), style)]
             for answer in answers:
-                answer.truncate(ANSWER_WIDTH, overflow="ellipsis")
+                answer.truncate(SETTINGS["answer_width"], overflow="ellipsis")
             table.add_row(Text(after.prompt), *answers, Text(after.expected))
     return table
 
 
 def _built_in_model(console: Console) -> Path:
-    from fullshard.model.gguf import MODEL_NAME, default_model_folder, ensure_default_model
-
     new = not default_model_folder().exists()
     with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
         folder = ensure_default_model(lambda what: status.update(f"{MODEL_NAME}: {what}"))
@@ -118,11 +112,8 @@ def _built_in_model(console: Console) -> Path:
 
 
 def _evaluate(model: Path, console: Console) -> dict[str, Any]:
-    from fullshard.device import release_memory
-
     with console.status("loading the model") as status:
-        options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": EVAL_ROWS}
-        options["progress"] = lambda what, done, total: status.update(f"{what} {done}/{total}")
+        options = SETTINGS["evaluate"] | {"progress": lambda what, done, of: status.update(f"{what} {done}/{of}")}
         found = {language: fullshard.evaluate_run(model, file, **options) for language, file in HELD_OUT.items()}
     gc.collect()
     release_memory()  # the ranks need it next

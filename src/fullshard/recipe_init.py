@@ -2,17 +2,17 @@
 
 import json
 import math
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
-from fullshard.config import DataSection, config_from_dict
-from fullshard.data.batch_render import BatchRenderer
+from fullshard.config import DataSection, RunConfig, config_from_dict
 from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Account, Row, iterate_rows
+from fullshard.data.workers import BatchRenderer
 from fullshard.errors import Blame, ConfigError, PlanError
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import read_config
@@ -57,9 +57,15 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     section |= {"too_long": "drop"} if lengths["over_limit"] else {}
     train = {"epochs": 3 if num_rows < 2000 else 1, "global_batch": f"{choose_batch(num_rows)} rows"}
     values = {"model": {"path": str(folder if is_local else model)}, "data": section, "train": train, "output": output}
-    method, why, plan = choose_method(values)
-    facts = {"rows": num_rows, "shapes": ", ".join(account.shapes), "lengths": lengths, "why": why}
-    return _write_out(values | {"method": method}, plan, **facts), path
+    method, plan, other = choose_method(values)
+    facts = values | {"method": method, "plan": plan, "other": other, "rows": num_rows, "lengths": lengths}
+    facts |= {"shapes": ", ".join(account.shapes), "rate": _config_of(values, method).learning_rate}
+    facts |= {"minutes": format_minutes, "bytes": format_bytes}
+    template = Template(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"), undefined=StrictUndefined)
+    text = template.render(facts, quote=lambda value: json.dumps(value, ensure_ascii=False))  # which writes no tab
+    lines = [line.split("\t") for line in text.split("\n")]
+    width = min(44, max(len(left) for left, *note in lines if note))
+    return "\n".join("  # ".join([left.ljust(width), *note]) if note else left for left, *note in lines) + "\n", path
 
 
 def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> dict[str, Any]:
@@ -90,34 +96,17 @@ def choose_batch(num_rows: int) -> int:
     return 2 ** int(min(5, max(2, math.log2(max(1, num_rows / 20)))))
 
 
-def choose_method(values: dict[str, Any]) -> tuple[str, str, Plan | None]:
-    """full where it fits in comfort, else lora: (method, the reason with figures, its plan or None if none fits)."""
+def choose_method(values: dict[str, Any]) -> tuple[str, Plan | None, Plan | None]:
+    """full where it fits in comfort, else lora; its plan, and that of the other way (None: that does not fit)."""
     full, lora = _plan_of(values, "full"), _plan_of(values, "lora")
-    method, what, plan, other = "lora", "adapters only", lora, full
-    if full is not None and full.peak_bytes <= COMFORT * full.usable_bytes:
-        method, what, plan, other = "full", "all weights", full, lora
-    if plan is None:
-        return method, "does not fit this machine as it is: fullshard plan says what would", None
-    beside = f"{format_bytes(other.peak_bytes)} the other way" if other else "the other way does not fit"
-    needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank"
-    return method, f"{what}; needs {needs}; {beside}", plan
+    in_comfort = full is not None and full.peak_bytes <= COMFORT * full.usable_bytes
+    return ("full", full, lora) if in_comfort else ("lora", lora, full)
+
+
+def _config_of(values: dict[str, Any], method: str) -> RunConfig:
+    return config_from_dict(values | {"method": method}, "proposed recipe")
 
 
 def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
-    try:
-        return search.make_plan(config_from_dict(values | {"method": method}, "proposed recipe"))
-    except PlanError:
-        return None
-
-
-def _write_out(values: dict[str, Any], plan: Plan | None, **facts: Any) -> str:
-    words = {"quote": partial(json.dumps, ensure_ascii=False), "minutes": format_minutes, "plan": plan}
-    facts |= values | words | {"rate": config_from_dict(values, "proposed recipe").learning_rate}
-    template, make = (
-        Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"),
-        Environment(undefined=StrictUndefined),
-    )
-    shown = [line for line in template.splitlines() if facts["lengths"]["over_limit"] or "too_long" not in line]
-    lines = [[make.from_string(part).render(facts) for part in line.split("  # ")] for line in shown]
-    width = min(44, max(len(left) for left, *note in lines if note))
-    return "\n".join("  # ".join([left.ljust(width), *note]) if note else left for left, *note in lines) + "\n"
+    with suppress(PlanError):
+        return search.make_plan(_config_of(values, method))

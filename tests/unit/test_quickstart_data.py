@@ -10,7 +10,7 @@ import yaml
 from fullshard import quickstart
 from fullshard.config import load_config
 from fullshard.errors import ModelError
-from fullshard.model.gguf import ensure_default_model, find_packaged_gguf
+from fullshard.model.fetch import ensure_default_model, find_packaged_gguf
 from fullshard.run_folder import free_run
 
 FILES = ("train", "train_zh", "heldout", "heldout_zh")

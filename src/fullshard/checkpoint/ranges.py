@@ -13,7 +13,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.checkpoint.format import MANIFEST, FileFacts, Manifest, Piece, StoredTensor, hash_file, read_manifest
 from fullshard.errors import Blame, CheckpointError, refusal
-from fullshard.model.names import stored_name
+from fullshard.model.blocks import stored_name
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel

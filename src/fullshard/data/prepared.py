@@ -1,8 +1,5 @@
-"""The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
-
-A split's folder holds meta.json and a safetensors file for each of COLUMNS: ``tokens`` (rows end to end),
-``supervised`` (their mask), and of each row ``lengths``, ``targets``, ``files``, ``lines`` (its origin), ``content`` (a
-hash). All is a stream into ``.NAME.partial``, whose journal says how far it is right: there the same inputs go on."""
+"""The prepared data: tokenised and masked rows in memory-mapped files (prepared.md: their format), written once, before
+any rank starts; and the tensors of one forward made of them: B = sequences, S = tokens of the longest sequence."""
 
 import hashlib
 import json
@@ -13,20 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import safe_open
+from torch.nn.utils.rnn import pad_sequence
 
 from fullshard.config import RunConfig
 from fullshard.data import audit, chat
-from fullshard.data.batch_render import BatchRenderer
-from fullshard.data.chunks import RECORD, Part, cut_chunks
 from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
-from fullshard.data.workers import Workers
+from fullshard.data.workers import RECORD, BatchRenderer, Part, Workers, cut_chunks
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError, refusal
 from fullshard.model.fetch import with_model_folder
@@ -40,6 +38,8 @@ KINDS = {"int32": "I32", "bool": "BOOL", "uint64": "U64"}  # as safetensors name
 HEADER_BYTES = 512  # of a file that is written as a stream: its size is known only at the end
 PIECE_ROWS = 1 << 16  # of a column in memory at once
 JOURNAL_SECONDS = 5.0
+IGNORED = -100  # label of a position that has no target
+FILL_TOKENS = 8
 Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
 
 
@@ -99,6 +99,35 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
     if not (Path(folder) / split / META).is_file():
         raise DataError(f"{folder} holds no prepared {split} rows.", "Prepare them: fullshard prepare RECIPE")
     return PreparedData(Path(folder) / split)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank. All tensors are int64 of shape (B, S)."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor  # already shifted: the id at t+1 where that position is supervised and of the same row
+    position_ids: torch.Tensor  # restart at 0 in each row; 0 on pads
+    attention_mask: torch.Tensor  # 1 on real tokens, 0 on pads
+    lengths: list[list[int]]  # of each sequence's documents
+
+
+def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
+    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id`` (known by length, so it may
+    be eos). No sequences: the fill batch, the first tokens (at most 8) of row 0 without labels."""
+    if not (content := [[data.row(row) for row in sequence] for sequence in sequences]):
+        ids, supervised = data.row(0)
+        content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
+    columns = []
+    for rows in content:
+        tokens = torch.from_numpy(np.concatenate([ids for ids, _ in rows])).long()  # copies out of the memory map
+        targets = np.concatenate([np.append(supervised[1:], False) for _, supervised in rows])
+        labels = torch.where(torch.from_numpy(targets), tokens.roll(-1), IGNORED)
+        positions = torch.cat([torch.arange(len(ids)) for ids, _ in rows])
+        columns.append((tokens, labels, positions, torch.ones_like(tokens)))
+    padded = zip(zip(*columns, strict=True), (pad_id, IGNORED, 0, 0), strict=True)
+    tensors = [pad_sequence(column, batch_first=True, padding_value=value) for column, value in padded]
+    return Batch(*tensors, [[len(ids) for ids, _ in rows] for rows in content])
 
 
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:

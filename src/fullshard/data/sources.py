@@ -38,10 +38,8 @@ class Row:
     tools: list[dict[str, Any]] | None = None
     copy: int = 0
 
-    @property
-    def content(self) -> str:
-        """Everything the row says, as one string; equal rows have equal strings."""
-        return json.dumps([self.messages, self.text, self.tools], default=str)
+    # everything the row says, as one string: equal rows have equal strings
+    content = property(lambda self: json.dumps([self.messages, self.text, self.tools], default=str))
 
 
 @dataclass
@@ -64,6 +62,14 @@ class Account:
         """Remember a place, if it is among the first."""
         if len(places := self.places.setdefault(what, [])) < KEPT:
             places.append(origin)
+
+    def count(self, figure: str, origin: str, reason: str = "") -> None:
+        """Count a row in one of the figures, or there under its reason, and remember its place."""
+        if reason:
+            getattr(self, figure)[reason] += 1
+        else:
+            setattr(self, figure, getattr(self, figure) + 1)
+        self.note(reason or figure, origin)
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
@@ -131,19 +137,17 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
         account.used += times > 0
         account.copies += max(0, times - 1)
         if not times:
-            account.dropped["weight of the file"] += 1
-            account.note("weight of the file", row.origin)
+            account.count("dropped", row.origin, "weight of the file")
         yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
-    layout, good, first = None, 0, None
+    layout = row = first = None
     for number, record in records:
         account.read += 1
         origin = f"{label}:{number}"
         if record is ...:
-            account.blank += 1
-            account.note("blank", origin)
+            account.count("blank", origin)
             continue
         try:
             if isinstance(record, BadRow):
@@ -155,14 +159,12 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         except BadRow as error:
             if data.on_bad == "stop":
                 raise DataError(error.message, error.hint) from None
-            account.bad[error.reason] += 1
-            account.note(error.reason, origin)
+            account.count("bad", origin, error.reason)
             first = first or error
             continue
-        good += 1
         account.shapes[layout[0]] = None
         yield row
-    if not good:
+    if row is None:
         empty = f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.'
         raise DataError(*((f"{label}: no row can be used; the first: {first.message}", first.hint) if first else empty))
 

@@ -15,8 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError, refusal
+from fullshard.model.blocks import base_name
 from fullshard.model.load import WeightFiles
-from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
@@ -37,10 +37,9 @@ class WeightMap:
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
         """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: new rows."""
-        self.files = files
-        self._config, self._where, self._new_ids = model.config, where, new_ids
+        self.files, self._where, self._new_ids = files, where, new_ids
+        self._config, self._prefix = model.config, model.base_model_prefix
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        self._prefix = model.base_model_prefix
         conversions = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self.groups: dict[str, Group] = {}  # by file tensor; none for those that the model ignores

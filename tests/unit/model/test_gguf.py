@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ModelError
-from fullshard.model import gguf
+from fullshard.model import fetch as gguf
 
 
 def test_missing_package_names_the_command(monkeypatch, tmp_path):

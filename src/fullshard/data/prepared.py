@@ -22,8 +22,8 @@ from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 
 from fullshard.config import RunConfig
-from fullshard.data import audit, chat
-from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
+from fullshard.data import chat
+from fullshard.data.sources import KEPT, Account, Row, hash_content, iterate_rows, report_lines, set_apart
 from fullshard.data.workers import RECORD, BatchRenderer, Part, Workers, cut_chunks
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError, refusal
@@ -133,7 +133,7 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
     a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``train`` and ``eval``
-    (Audit.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
+    (Account.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
     that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines). Raises DataError."""
     folder, config = Path(folder), with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
@@ -183,8 +183,8 @@ class _Split:
 
     def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
         state = state or {"audit": {}, "files": [], "digest": ""}
-        self.folder, self.files, self.book = folder, {}, audit.Audit()
-        self.book.add(audit.Audit(**state["audit"]))
+        self.folder, self.files, self.book = folder, {}, Account()
+        self.book.add(Account(**state["audit"]))
         self.names, self.digest = dict.fromkeys(state["files"]), state["digest"]  # of the rows' files, in order
         folder.mkdir(exist_ok=True)
         for name, kind in COLUMNS.items():
@@ -275,22 +275,22 @@ class _Preparation:
             self.accounts["eval"] = Account(read=read.held_out, shapes=read.shapes)
         for name, split in self.splits.items():
             book, account = split.book, self.accounts[name]
-            if refusal := audit.report_lines("refusal", book, data.max_length):
+            if refusal := report_lines("refusal", book, data.max_length):
                 raise DataError(*refusal)
             account.used, account.dropped = book.used, account.dropped + book.dropped
             account.bad += book.bad
             facts = book.to_json(account)
             stops = ", ".join(self.tokenizer.convert_ids_to_tokens(facts["stop_ids"]))
-            lines = audit.report_lines("kept", name, book, facts["shape"], data.max_length, stops)
+            lines = report_lines("kept", name, book, facts["shape"], data.max_length, stops)
             if not book.used:
                 left = f"No row is left in {name}. " + " ".join(lines[2:]), "Raise data.max_length or repair the rows."
                 raise DataError(*(book.not_rendered[0] if book.not_rendered else left))
-            report += lines + audit.report_lines("left_out", name, account)
+            report += lines + report_lines("left_out", name, account)
             found[name] = split.finish(facts)
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else {"rows": 0, "places": []}
-        report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
+        report += report_lines("repeats", repeats, overlap, "eval" in splits)
         digests = "".join(split.digest for split in self.splits.values())
         result = {"schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest()}
         result |= found | {"stop_ids": found["train"]["stop_ids"]}
@@ -310,8 +310,8 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
         is_later = first[place] != np.arange(len(rows)) if others is train else True
         repeats = np.flatnonzero((contents[place] == content) & is_later)
         count += len(repeats)
-        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.KEPT]]
-    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.KEPT]]
+        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[:KEPT]]
+    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[:KEPT]]
     return {"rows": count, "places": places}
 
 

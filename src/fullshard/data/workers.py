@@ -21,9 +21,8 @@ import numpy as np
 from jinja2 import Environment, nodes
 
 from fullshard.config import DataSection
-from fullshard.data import audit
 from fullshard.data.chat import Rendered, Renderer
-from fullshard.data.sources import Row
+from fullshard.data.sources import Account, Row
 from fullshard.errors import DataError, UserError, refusal
 
 CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
@@ -189,7 +188,7 @@ def _constants(template: str) -> set[str]:
 class Part:
     """The training rows that a chunk has for one split; ``records``: one RECORD a row, its file a number in files."""
 
-    book: audit.Audit = field(default_factory=audit.Audit)
+    book: Account = field(default_factory=Account)
     tokens: Any = field(default_factory=list)  # of each row's ids; int32 (tokens) when the chunk is done
     supervised: bytearray = field(default_factory=bytearray)  # 0 or 1 a token
     records: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -242,7 +241,7 @@ class ChunkRenderer:
         book.rows += not row.copy
         if isinstance(training_rows, DataError):
             if not row.copy:
-                book.count("bad", row.origin, audit.NOT_RENDERED)
+                book.count("bad", row.origin, "not rendered")  # by the template, or of words not known
                 book.not_rendered = book.not_rendered or [(training_rows.message, training_rows.hint)]
             return
         content = int.from_bytes(blake2b(row.content.encode(), digest_size=8).digest(), "little")
@@ -274,7 +273,7 @@ class ChunkRenderer:
         num_supervised = supervised.count(True)
         targets = num_supervised - supervised[0] if ids else 0
         if not targets or (length > limit and self._data.too_long != "cut"):
-            problem = audit.TOO_LONG if targets else audit.NO_SUPERVISED
+            problem = "longer than max_length" if targets else "no supervised token"
             book.tokens_dropped += length
             if self._data.too_long != "drop" and (targets or self._data.on_bad != "drop"):
                 book.refused[problem] += 1

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from fullshard.config import RunConfig
-from fullshard.data.audit import THRESHOLD, near_copies
 from fullshard.data.chat import load_tokenizer
+from fullshard.data.near import THRESHOLD, near_copies
 from fullshard.data.prepared import PreparedData, open_prepared, prepare
 from fullshard.model.fetch import with_model_folder
 from fullshard.report.page import page_words, round_step, write_page

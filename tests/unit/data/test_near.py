@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.audit import GRAM, THRESHOLD, jaccard, near_copies
+from fullshard.data.near import GRAM, THRESHOLD, jaccard, near_copies
 
 
 def random_rows(count: int, length: int, seed: int = 0) -> list[np.ndarray]:

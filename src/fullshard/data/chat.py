@@ -281,8 +281,7 @@ class Renderer:
         return bool(GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
 
     def _mark(self, encoded: Encoded, turns: list[Turn], messages: list[Message]) -> Rendered:
-        """``encoded`` (of ``messages``) with its turns supervised: whole, or as far as the template's markers say, and
-        the end-of-turn token where it stands just behind a marker."""
+        """``encoded`` with its turns supervised: whole, or what is marked, and the end of turn just behind a marker."""
         ids, marked = encoded.ids, [True] * len(encoded.ids)
         if turns and self._has_markers():
             found = self._text(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

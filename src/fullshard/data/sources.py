@@ -40,7 +40,6 @@ class Row:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     copy: int = 0
-
     # everything the row says, as one string: equal rows have equal strings
     content = property(lambda self: json.dumps([self.messages, self.text, self.tools], default=str))
 

@@ -25,7 +25,6 @@ class Volume:
     eval_tokens: int
     is_estimate: bool
     assumption: str = ""  # in words, where no file was read
-
     longest = property(lambda self: int(self.lengths.max()))  # tokens of the longest row known
 
 

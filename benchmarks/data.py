@@ -32,7 +32,7 @@ from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.pack import lay_out, windows
 from fullshard.data.prepared import open_prepared, prepare
 from fullshard.data.sources import iterate_rows
-from fullshard.model.gguf import ensure_default_model
+from fullshard.model.fetch import ensure_default_model
 
 HERE = Path(__file__).parent
 BATCH_TEXTS = 1000  # of one encode_batch call: more only takes memory

@@ -93,9 +93,8 @@ def profile(rows: Path, folder: Path, window: int, method: str) -> dict[str, flo
     import torch
 
     from fullshard.config import config_from_dict
-    from fullshard.data.batches import make_batch
     from fullshard.data.pack import lay_out, windows_of_run
-    from fullshard.data.prepared import open_prepared, prepare
+    from fullshard.data.prepared import make_batch, open_prepared, prepare
     from fullshard.ranks import start_ranks, stop_ranks
     from fullshard.train.loss import batch_loss
     from fullshard.train.optimizer import build_optimizer, clip_gradients, gradient_norm

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.words import TOOLS, read_words, words_of
+from fullshard.words import TOOLS, read_words
 
 ROOT = Path(__file__).parents[1]
 START, END = "<!-- words -->", "<!-- /words -->"
@@ -65,7 +65,7 @@ def make_table(language: str) -> str:
     lines = [START, "<details>", f"<summary>{title}{tools}</summary>", "", f"| {there} | {here} | {to_know} |"]
     lines.append("|---|---|---|")
     for row in read_words():
-        words = words_of(row)
+        words = row["words"]
         first = next(iter(words))
         note = row.get("note", "") if language == "en" else CHINESE.get(first, "")
         pairs = [pair.split("=") for pair in row.get("values", "").split() if "=" in pair]

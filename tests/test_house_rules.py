@@ -37,7 +37,6 @@ LAYERS: dict[str, tuple[int, str]] = {
     "merge": (3, "merge"),
     "evaluate": (3, "evaluate"),
     "doctor": (3, "doctor"),
-    "recipe_init": (3, "recipe_init"),
     "report": (3, "report"),
     "infer.chat": (3, "chat"),
     "infer.serve": (3, "serve"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from fullshard.errors import Blame, ConfigError, refusal
 
@@ -158,11 +159,7 @@ def set_fast_fp32(fast: bool) -> None:
 
 def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """Torch's variable-length attention where it runs: CUDA, 16 bits. None elsewhere. Not run yet."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
+    return varlen_attn if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
 
 
 def collective_backend(kind: str) -> str:

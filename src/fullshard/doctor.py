@@ -47,11 +47,7 @@ class MachineReport:
     """All checks: of this machine, or of all nodes."""
 
     checks: tuple[Check, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no check failed (warnings are allowed)."""
-        return all(check.ok != "fail" for check in self.checks)
+    healthy = property(lambda self: all(check.ok != "fail" for check in self.checks))  # warnings are allowed
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -249,22 +245,19 @@ def _test_collectives(ranks: Any) -> Iterator[Check]:
 
 def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
     """What the recipe needs: its model, readable data, a template that marks answers and their end, memory, disk."""
-    from fullshard.data import chat
-    from fullshard.data.files import open_records
-    from fullshard.data.sources import iterate_rows
+    from fullshard.data import chat, sources
     from fullshard.model.fetch import with_model_folder
+    from fullshard.planning import search, volume
     from fullshard.planning.plan import format_bytes
-    from fullshard.planning.search import compare_plans, make_plan, read_facts
-    from fullshard.planning.volume import ASSUMED_ROWS, assume_volume
 
     data, kept, rows = config.data, config.train.keep_last, []
 
     def read_rows() -> Result:
         files = [*config.train_files, *([DataFile(path=data.eval)] if isinstance(data.eval, str) else [])]
         for file in files:
-            for _, _, here in open_records(file.path, data.source):
+            for _, _, here in sources.open_records(file.path, data.source):
                 part = DataFile(path=str(here)) if Path(here).is_file() else file
-                rows.extend(islice(iterate_rows(part, data), FACTS["first_rows"]))
+                rows.extend(islice(sources.iterate_rows(part, data), FACTS["first_rows"]))
         return "", f"the first {len(rows)} rows of {', '.join(file.path for file in files)} can be read"
 
     def render() -> Result:
@@ -283,15 +276,15 @@ def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
         return "warn" * (not ends), finding + (" or ".join(names) or "no token"), "stop"
 
     def plan_memory() -> Result:
-        plan = make_plan(config, num_ranks, rows=None if rows else ASSUMED_ROWS)
+        plan = search.make_plan(config, num_ranks, rows=None if rows else volume.ASSUMED_ROWS)
         free = read_host().available_bytes
         finding = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.usable_bytes)} a rank in {plan.precision}"
         finding += f"; to merge {format_bytes(plan.moments['merge'])} of {format_bytes(free)} on the host"
         return "warn" * (plan.moments["merge"] > free), finding
 
     def plan_disk() -> Result:
-        whole = read_facts(config, volume=assume_volume(config, None, None)).shape.parameters
-        each = compare_plans(config, ranks=num_ranks, rows=ASSUMED_ROWS).own.disk_bytes
+        whole = search.read_facts(config, volume=volume.assume_volume(config, None, None)).shape.parameters
+        each = search.compare_plans(config, ranks=num_ranks, rows=volume.ASSUMED_ROWS).own.disk_bytes
         needed, free = [each * (kept + 1), 2 * whole], shutil.disk_usage(place).free  # one more while it is written
         finding = f"{kept} + 1 checkpoints of {format_bytes(each)}, merged {format_bytes(needed[1])}"
         level = "fail" if needed[0] > free else "warn" * (sum(needed) > free)

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -9,22 +10,16 @@ TOOLS = {"L": "LLaMA-Factory", "S": "ms-swift", "A": "Axolotl", "T": "TRL"}
 
 
 @cache
-def read_words() -> list[dict[str, str]]:
-    """The rows of words.yaml: words, here, note and values, as described there."""
+def read_words() -> list[dict[str, Any]]:
+    """The rows of words.yaml: words (each with the letters of its tools), here, note and values, as described there."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def words_of(row: dict[str, str]) -> dict[str, str]:
-    """The words of a row, each with the letters of its tools."""
-    return dict(word.split(":") for word in row["words"].split())
-
-
 def answer_word(given: str, value: object = None) -> str | None:
-    """What to write for another tool's verb or key (``a.key``, ``--key`` too), its value translated; None if unknown.
-    The keys of an unknown section are answered one a line."""
+    """What to write for another tool's verb or key (``a.key``, ``--key``, a section) and its value; None if unknown."""
     wanted = given.split(".")[-1].lstrip("-").replace("-", "_")
     for row in read_words():
-        for word, tools in words_of(row).items():
+        for word, tools in row["words"].items():
             if word.replace("-", "_") == wanted:
                 here = row.get("here", "") + _translated(row.get("values", ""), value)
                 text = "; ".join(filter(None, (here, row.get("note"))))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigError, ModelError
-from fullshard.model.gguf import ensure_default_model, find_packaged_gguf
+from fullshard.model.fetch import ensure_default_model, find_packaged_gguf
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
-from fullshard.model.names import is_adapter
+from fullshard.model.blocks import is_adapter
 from fullshard.train.precision import precision_of
 
 SCALES = (0.0, 0.1, 0.2, 0.3)
@@ -169,7 +169,7 @@ def test_buffers_after_deferred_loading(tmp_path, engine):
 
 
 def names_written(ranks, path: str, recompute: bool):
-    from fullshard.model.names import stored_name
+    from fullshard.model.blocks import stored_name
     from fullshard.train.setup import build_sharded
 
     built = build_sharded(recipe(path, "lora"), ranks, precision_of("fp32"), recompute)

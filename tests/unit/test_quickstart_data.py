@@ -10,7 +10,7 @@ import yaml
 from fullshard import quickstart
 from fullshard.config import load_config
 from fullshard.errors import ModelError
-from fullshard.model.gguf import ensure_default_model, find_packaged_gguf
+from fullshard.model.fetch import ensure_default_model, find_packaged_gguf
 from fullshard.run_folder import free_run
 
 FILES = ("train", "train_zh", "heldout", "heldout_zh")
@@ -100,7 +100,7 @@ def test_all_verbs_are_taught(rows):
 
 
 def test_recipe_loads_with_every_place_filled(tmp_path):
-    path = quickstart.write_recipe(tmp_path / "model: odd # name", tmp_path / "quickstart")
+    path = quickstart._fill_recipe(tmp_path / "model: odd # name", tmp_path / "quickstart")
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"\b[A-Z]+_(FOLDER|FILE)\b", text)
     assert yaml.safe_load(text)["model"]["path"] == str(tmp_path / "model: odd # name")

@@ -11,12 +11,12 @@ import pytest
 from fullshard import cli
 from fullshard.config import RunConfig, config_from_dict, recipe_keys
 from fullshard.errors import ConfigError
-from fullshard.words import TOOLS, answer_word, read_words, words_of
+from fullshard.words import TOOLS, answer_word, read_words
 
 ROOT = Path(__file__).parents[2]
-WORDS = [word for row in read_words() for word in words_of(row)]
+WORDS = [word for row in read_words() for word in row["words"]]
 VERBS = {
-    word: row["here"] for row in read_words() if row.get("here", "").startswith("fullshard ") for word in words_of(row)
+    word: row["here"] for row in read_words() if row.get("here", "").startswith("fullshard ") for word in row["words"]
 }
 COMMANDS = set(cli.typer.main.get_command(cli.app).commands)
 GOOD = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "output": "o"}
@@ -83,10 +83,10 @@ def test_the_table_has_every_word_once_and_none_of_ours():
     assert not set(WORDS) & {key.split(".")[-1] for key in recipe_keys()}
     for row in read_words():
         assert set(row) <= {"words", "here", "note", "values"} and (row.get("here") or row.get("note"))
-        assert all(tools and set(tools) <= set(TOOLS) for tools in words_of(row).values()), row
+        assert all(tools and set(tools) <= set(TOOLS) for tools in row["words"].values()), row
 
 
-@pytest.mark.parametrize("row", read_words(), ids=lambda row: row["words"].split(":")[0])
+@pytest.mark.parametrize("row", read_words(), ids=lambda row: next(iter(row["words"])))
 def test_answers_name_what_exists(row):
     here, text = row.get("here", ""), f"{row.get('here', '')}; {row.get('note', '')}"
     assert here in ["", *recipe_keys(), "output"] or here.split()[1] in COMMANDS
@@ -212,5 +212,5 @@ def test_pages_hold_the_table(page):
 
 def test_every_note_has_a_chinese_one():
     script = table_script()
-    noted = {next(iter(words_of(row))) for row in read_words() if "note" in row}
+    noted = {next(iter(row["words"])) for row in read_words() if "note" in row}
     assert set(script.CHINESE) == noted

@@ -23,7 +23,7 @@ from fullshard.checkpoint.format import (
     write_manifest,
 )
 from fullshard.errors import Blame, CheckpointError, refusal
-from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
+from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
 from fullshard.model.tensor_files import DTYPE_NAMES, FileTensor, read_header
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json

@@ -107,8 +107,7 @@ class Renderer:
         added = tokenizer.added_tokens_decoder
         unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
         special = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
-        self.special_ids = special - unknown
-        self.added_ids = special.union(added) - unknown
+        self.special_ids, self.added_ids = special - unknown, special.union(added) - unknown
 
     def row(self, row: Row) -> list[Rendered]:
         """The training rows of a source row; a DataError names its file and line."""
@@ -120,8 +119,7 @@ class Renderer:
     def chat(self, messages: list[Message], tools: list[Any] | None = None) -> list[Rendered]:
         """The training rows of a conversation: one, or one per assistant turn where the template rewrites history. A
         row without any supervised token is returned as such. Raises DataError where no right mask can be made."""
-        asked = any(message.get("train") and message["role"] != "assistant" for message in messages)
-        if asked and self.loss_on != "all":
+        if self.loss_on != "all" and any(each.get("train") and each["role"] != "assistant" for each in messages):
             raise refusal("train_of_others")
         if len(messages) > MOST_MESSAGES:
             raise refusal("too_many_messages", count=len(messages), most=MOST_MESSAGES)
@@ -283,8 +281,7 @@ class Renderer:
         return bool(GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
 
     def _mark(self, encoded: Encoded, turns: list[Turn], messages: list[Message]) -> Rendered:
-        """``encoded`` (of ``messages``) with its turns supervised: whole, or as far as the template's markers say, and
-        the end-of-turn token where it stands just behind a marker."""
+        """``encoded`` with its turns supervised: whole, or what is marked, and the end of turn just behind a marker."""
         ids, marked = encoded.ids, [True] * len(encoded.ids)
         if turns and self._has_markers():
             found = self._text(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

@@ -18,8 +18,6 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 BLOCK = 1 << 20  # characters of a JSON list, bytes of Parquet
 BATCH_ROWS = 256  # Parquet rows in memory
 DATA_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+))?")
-SPLIT_WORD = re.compile(r"(?:^|[-._ 0-9/])(train|test|validation|valid|val|dev|eval)(?=[-._ 0-9/])", re.IGNORECASE)
-NO_DATA = re.compile(r"(^|/)(\.|(dataset_infos?|configuration|config)\.json$|requirements\.txt$)")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -226,8 +224,8 @@ def _open_folder(folder: Path, split: str) -> Files:
         files: dict[str, list[Path]] = {}
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder).as_posix()
-            if path.is_file() and _format_of(path.name) and not NO_DATA.search(inside):
-                word = SPLIT_WORD.search(inside)
+            if path.is_file() and _format_of(path.name) and not re.search(FACTS["no_data"], inside):
+                word = re.search(FACTS["split_word"], inside, re.IGNORECASE)
                 files.setdefault(word[1].lower() if word else "train", []).append(path)
         yield from ((str(path), read_file(path), path) for path in _choose_split(files, split, folder))
         return

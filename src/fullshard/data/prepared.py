@@ -1,8 +1,5 @@
-"""The prepared data: tokenised and masked rows in memory-mapped files, written once before any rank starts.
-
-A split's folder holds meta.json and a safetensors file for each of COLUMNS: ``tokens`` (rows end to end),
-``supervised`` (their mask), and of each row ``lengths``, ``targets``, ``files``, ``lines`` (its origin), ``content`` (a
-hash). All is a stream into ``.NAME.partial``, whose journal says how far it is right: there the same inputs go on."""
+"""The prepared data: tokenised and masked rows in memory-mapped files (prepared.md: their format), written once, before
+any rank starts; and the tensors of one forward made of them: B = sequences, S = tokens of the longest sequence."""
 
 import hashlib
 import json
@@ -13,20 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import safe_open
+from torch.nn.utils.rnn import pad_sequence
 
 from fullshard.config import RunConfig
-from fullshard.data import audit, chat
-from fullshard.data.batch_render import BatchRenderer
-from fullshard.data.chunks import RECORD, Part, cut_chunks
-from fullshard.data.sources import Account, Row, hash_content, iterate_rows, set_apart
-from fullshard.data.workers import Workers
+from fullshard.data import chat
+from fullshard.data.sources import KEPT, Account, Row, hash_content, iterate_rows, report_lines, set_apart
+from fullshard.data.workers import RECORD, BatchRenderer, Part, Workers, cut_chunks
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError, refusal
 from fullshard.model.fetch import with_model_folder
@@ -40,6 +38,8 @@ KINDS = {"int32": "I32", "bool": "BOOL", "uint64": "U64"}  # as safetensors name
 HEADER_BYTES = 512  # of a file that is written as a stream: its size is known only at the end
 PIECE_ROWS = 1 << 16  # of a column in memory at once
 JOURNAL_SECONDS = 5.0
+IGNORED = -100  # label of a position that has no target
+FILL_TOKENS = 8
 Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
 
 
@@ -68,8 +68,7 @@ class PreparedData:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and supervised mask (bool) of one row, both views into the memory map."""
-        stop = self._ends[number]
-        start = stop - self.lengths[number]
+        start, stop = self._ends[number] - self.lengths[number], self._ends[number]
         return self._columns["tokens"][start:stop], self._columns["supervised"][start:stop]
 
     def pieces(self, number: int, tokenizer: Any, last: int = 0) -> list[tuple[str, bool]]:
@@ -101,10 +100,39 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
     return PreparedData(Path(folder) / split)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank. All tensors are int64 of shape (B, S)."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor  # already shifted: the id at t+1 where that position is supervised and of the same row
+    position_ids: torch.Tensor  # restart at 0 in each row; 0 on pads
+    attention_mask: torch.Tensor  # 1 on real tokens, 0 on pads
+    lengths: list[list[int]]  # of each sequence's documents
+
+
+def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
+    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id`` (known by length, so it may
+    be eos). No sequences: the fill batch, the first tokens (at most 8) of row 0 without labels."""
+    if not (content := [[data.row(row) for row in sequence] for sequence in sequences]):
+        ids, supervised = data.row(0)
+        content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]
+    columns = []
+    for rows in content:
+        tokens = torch.from_numpy(np.concatenate([ids for ids, _ in rows])).long()  # copies out of the memory map
+        targets = np.concatenate([np.append(supervised[1:], False) for _, supervised in rows])
+        labels = torch.where(torch.from_numpy(targets), tokens.roll(-1), IGNORED)
+        positions = torch.cat([torch.arange(len(ids)) for ids, _ in rows])
+        columns.append((tokens, labels, positions, torch.ones_like(tokens)))
+    padded = zip(zip(*columns, strict=True), (pad_id, IGNORED, 0, 0), strict=True)
+    tensors = [pad_sequence(column, batch_first=True, padding_value=value) for column, value in padded]
+    return Batch(*tensors, [[len(ids) for ids, _ in rows] for rows in content])
+
+
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
     a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``train`` and ``eval``
-    (Audit.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
+    (Account.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
     that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines). Raises DataError."""
     folder, config = Path(folder), with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
@@ -154,8 +182,8 @@ class _Split:
 
     def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
         state = state or {"audit": {}, "files": [], "digest": ""}
-        self.folder, self.files, self.book = folder, {}, audit.Audit()
-        self.book.add(audit.Audit(**state["audit"]))
+        self.folder, self.files, self.book = folder, {}, Account()
+        self.book.add(Account(**state["audit"]))
         self.names, self.digest = dict.fromkeys(state["files"]), state["digest"]  # of the rows' files, in order
         folder.mkdir(exist_ok=True)
         for name, kind in COLUMNS.items():
@@ -246,22 +274,22 @@ class _Preparation:
             self.accounts["eval"] = Account(read=read.held_out, shapes=read.shapes)
         for name, split in self.splits.items():
             book, account = split.book, self.accounts[name]
-            if refusal := audit.report_lines("refusal", book, data.max_length):
+            if refusal := report_lines("refusal", book, data.max_length):
                 raise DataError(*refusal)
             account.used, account.dropped = book.used, account.dropped + book.dropped
             account.bad += book.bad
             facts = book.to_json(account)
             stops = ", ".join(self.tokenizer.convert_ids_to_tokens(facts["stop_ids"]))
-            lines = audit.report_lines("kept", name, book, facts["shape"], data.max_length, stops)
+            lines = report_lines("kept", name, book, facts["shape"], data.max_length, stops)
             if not book.used:
                 left = f"No row is left in {name}. " + " ".join(lines[2:]), "Raise data.max_length or repair the rows."
                 raise DataError(*(book.not_rendered[0] if book.not_rendered else left))
-            report += lines + audit.report_lines("left_out", name, account)
+            report += lines + report_lines("left_out", name, account)
             found[name] = split.finish(facts)
         splits = {name: PreparedData(self.folder / name) for name in self.splits}
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else {"rows": 0, "places": []}
-        report += audit.report_lines("repeats", repeats, overlap, "eval" in splits)
+        report += report_lines("repeats", repeats, overlap, "eval" in splits)
         digests = "".join(split.digest for split in self.splits.values())
         result = {"schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest()}
         result |= found | {"stop_ids": found["train"]["stop_ids"]}
@@ -281,8 +309,8 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
         is_later = first[place] != np.arange(len(rows)) if others is train else True
         repeats = np.flatnonzero((contents[place] == content) & is_later)
         count += len(repeats)
-        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[: audit.KEPT]]
-    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[: audit.KEPT]]
+        pairs += [(rows[number], known[first[place[number]]]) for number in repeats[:KEPT]]
+    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[:KEPT]]
     return {"rows": count, "places": places}
 
 

@@ -1,4 +1,5 @@
-"""From records to rows: the shape of the data, its messages and tools, how often a file is seen, and what is wrong."""
+"""From records to rows: the shape of the data, its messages and tools, how often a file is seen, what is wrong; and the
+account of what became of every row, with the lines that say so."""
 
 import hashlib
 import itertools
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from jinja2 import StrictUndefined, Template
 
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
@@ -37,17 +40,15 @@ class Row:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     copy: int = 0
-
-    @property
-    def content(self) -> str:
-        """Everything the row says, as one string; equal rows have equal strings."""
-        return json.dumps([self.messages, self.text, self.tools], default=str)
+    # everything the row says, as one string: equal rows have equal strings
+    content = property(lambda self: json.dumps([self.messages, self.text, self.tools], default=str))
 
 
 @dataclass
 class Account:
     """What became of the records: read = used + dropped + bad + blank (+ held_out); ``copies`` by weight are beside.
-    ``used`` and ``dropped`` are of the reading until an audit has its say."""
+    ``used`` and ``dropped`` are of the reading until an audit has its say: another account, of the source rows from
+    there on, of (a part of) a split, which fills in what stands from ``rows`` on; used: a training row is kept."""
 
     read: int = 0
     used: int = 0
@@ -59,11 +60,59 @@ class Account:
     places: dict[str, list[str]] = field(default_factory=dict)  # reason -> its first origins
     shapes: dict[str, None] = field(default_factory=dict)  # "messages", "question+answer", "text", ...; in order
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages as messages.KEY
+    rows: int = 0  # source rows read, without copies by weight
+    prepared: int = 0  # training rows written: copies, pieces of texts, rows per answer too
+    partly: int = 0  # used rows that lost one of their training rows
+    cut: int = 0  # training rows
+    split: int = 0  # texts over max_length, in pieces
+    split_rows: int = 0  # the training rows that these became
+    tokens: int = 0
+    supervised_tokens: int = 0  # supervised positions
+    targets: int = 0  # supervised positions that can be predicted (all but a row's first)
+    tokens_dropped: int = 0
+    tokens_cut: int = 0
+    longest: int = 0  # tokens of the longest row before cutting or dropping
+    longest_written: int = 0  # and after
+    special_strings: int = 0  # source rows that write out a special token where it is no answer
+    refused: Counter[str] = field(default_factory=Counter)  # reason -> training rows that may not be dropped
+    stops: Counter[str] = field(default_factory=Counter)  # supervised end-of-turn ids, as text: JSON keys
+    unsupervised: list[tuple[str, int, int | None]] = field(default_factory=list)  # the first: origin, tokens, before
+    not_rendered: list[tuple[str, str]] = field(default_factory=list)  # the first: message, hint
 
     def note(self, what: str, origin: str) -> None:
         """Remember a place, if it is among the first."""
         if len(places := self.places.setdefault(what, [])) < KEPT:
             places.append(origin)
+
+    def count(self, figure: str, origin: str, reason: str = "") -> None:
+        """Count a row in one of the figures, or there under its reason, and remember its place."""
+        if reason:
+            getattr(self, figure)[reason] += 1
+        else:
+            setattr(self, figure, getattr(self, figure) + 1)
+        self.note(reason or figure, origin)
+
+    def add(self, later: "Account") -> None:
+        """Take in the account of the rows that follow; its counts may be plain dicts, as ``vars`` read from JSON."""
+        for name, value in vars(later).items():
+            mine = getattr(self, name)
+            if isinstance(mine, Counter):
+                mine.update(value)
+            elif isinstance(mine, dict):
+                mine.update({what: (mine.get(what, []) + places)[:KEPT] for what, places in value.items()})
+            elif isinstance(mine, list):
+                mine.extend(value[: 1 - len(mine)])
+            else:
+                setattr(self, name, max(mine, value) if name.startswith("longest") else mine + value)
+
+    def to_json(self, account: "Account") -> dict[str, Any]:
+        """The numbers, for data.json: read = used + dropped + bad + blank (+ held_out). ``account``: of the reading."""
+        facts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        facts |= {name: getattr(account, name) for name in ("read", "blank", "held_out")}
+        facts |= {"shape": ", ".join(account.shapes), "bad": dict(account.bad), "dropped": dict(account.dropped)}
+        facts |= {"places": self.places | account.places, "stop_tokens": self.stops.total()}
+        special = {"rows": self.special_strings, "places": self.places.get("special_strings", [])}
+        return facts | {"special_strings": special, "stop_ids": [int(text) for text, _ in self.stops.most_common()]}
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
@@ -131,19 +180,17 @@ def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: A
         account.used += times > 0
         account.copies += max(0, times - 1)
         if not times:
-            account.dropped["weight of the file"] += 1
-            account.note("weight of the file", row.origin)
+            account.count("dropped", row.origin, "weight of the file")
         yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:
-    layout, good, first = None, 0, None
+    layout = row = first = None
     for number, record in records:
         account.read += 1
         origin = f"{label}:{number}"
         if record is ...:
-            account.blank += 1
-            account.note("blank", origin)
+            account.count("blank", origin)
             continue
         try:
             if isinstance(record, BadRow):
@@ -155,14 +202,12 @@ def _usable_rows(label: str, records: Iterator[Record], data: DataSection, accou
         except BadRow as error:
             if data.on_bad == "stop":
                 raise DataError(error.message, error.hint) from None
-            account.bad[error.reason] += 1
-            account.note(error.reason, origin)
+            account.count("bad", origin, error.reason)
             first = first or error
             continue
-        good += 1
         account.shapes[layout[0]] = None
         yield row
-    if not good:
+    if row is None:
         empty = f"{label} is empty: no row in it.", 'A row is, for example, {"text": "..."} on a line.'
         raise DataError(*((f"{label}: no row can be used; the first: {first.message}", first.hint) if first else empty))
 
@@ -271,3 +316,10 @@ def _text(value: Any, name: str, origin: str) -> str:
     if not isinstance(value, str):
         raise BadRow(origin, f"{name} is no string: found {value!r:.40}", "Write the value in quotes.")
     return value
+
+
+def report_lines(macro: str, *facts: Any) -> list[str]:
+    """The lines that a person reads, as a macro of report.txt has them."""
+    text = Path(__file__).with_name("report.txt").read_text(encoding="utf-8")
+    module = Template(text, undefined=StrictUndefined, trim_blocks=True).make_module({"n": "{:,}".format})
+    return [line for line in getattr(module, macro)(*facts).split("\n") if line]

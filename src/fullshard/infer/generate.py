@@ -15,9 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
 from fullshard.device import num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
+from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import attention_for, read_config, stop_ids, union_of_ids
-from fullshard.model.names import PEFT_CONFIG
 from fullshard.run_folder import MERGE_FACTS, read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages

@@ -11,8 +11,8 @@ from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
+from fullshard.model.blocks import PEFT_PREFIX, is_adapter, stored_name
 from fullshard.model.load import WeightFiles, build_on_meta
-from fullshard.model.names import PEFT_PREFIX, is_adapter, stored_name
 from fullshard.model.weight_map import WeightMap
 
 ASK_BASE = "Is this the base that the run was trained on?"

@@ -14,8 +14,8 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
+from fullshard.model.blocks import base_name, is_adapter, stored_name
 from fullshard.model.load import INDEX
-from fullshard.model.names import base_name, is_adapter, stored_name
 from fullshard.model.tensor_files import DTYPE_NAMES
 
 SHARD_BYTES = 4 * 10**9

@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fullshard.config import LoraSection, RunConfig
 from fullshard.errors import ModelError, refusal
-from fullshard.model.blocks import is_tied
-from fullshard.model.names import ADAPTER, base_name, is_adapter
+from fullshard.model.blocks import ADAPTER, base_name, is_adapter, is_tied
 
 
 class AdapterMatrix(nn.Linear):

@@ -35,8 +35,7 @@ def attend(
     documents = documents or Documents([[size]] * batch)
     documents.layers.add(id(module))
     plain = softcap is None and s_aux is None
-    kernel = varlen_attention(query_BHSD.device, query_BHSD.dtype) if plain and not dropout else None
-    if kernel is not None:
+    if plain and not dropout and (kernel := varlen_attention(query_BHSD.device, query_BHSD.dtype)):
         # all documents in one call of torch's kernel, which takes tokens end to end: (B S, H, D)
         lengths = [length for row in documents.lengths for length in row]
         borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()
@@ -51,7 +50,9 @@ def attend(
         parts = []
         for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
             window = min(length, sliding_window or length)
-            seen = None if plain and window == length else _seen(length, window, query_BHSD.device)
+            seen = None
+            if not plain or window < length:  # which keys each query sees: itself and those before it, window in all
+                seen = torch.ones(length, length, dtype=torch.bool, device=query_BHSD.device).tril().triu(1 - window)
             if plain:
                 fused = {"is_causal": seen is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
                 part = functional.scaled_dot_product_attention(*inner, attn_mask=seen, **fused)
@@ -64,12 +65,6 @@ def attend(
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     whole = rows[0] if batch == 1 else torch.cat(rows)
     return whole.transpose(1, 2).contiguous(), None
-
-
-def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees, (S, S) bool: itself and those before it, ``window`` in all."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
 
 
 AttentionInterface.register(BY_DOCUMENT, attend)

@@ -1,8 +1,15 @@
-"""What is one sharding unit: each repeated block; the embedding; [final norm, head]. The rest belongs to the root."""
+"""What is one sharding unit: each repeated block; the embedding; [final norm, head]. The rest belongs to the root. And
+the names of one parameter in the model, in our checkpoints, and in PEFT's adapter files."""
+
+import re
 
 from torch import nn
 
 from fullshard.errors import ModelError
+
+ADAPTER = "default"
+PEFT_PREFIX = "base_model.model."
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
@@ -35,3 +42,21 @@ def find_units(model: nn.Module) -> list[list[nn.Module]]:
     after_blocks = children[children.index(blocks) + 1 :]
     norms = [child for child in after_blocks if list(child.parameters()) and "norm" in type(child).__name__.lower()]
     return [*units, [model.get_input_embeddings()], [*norms, model.get_output_embeddings()]]
+
+
+def base_name(name: str) -> str:
+    """The name without PEFT's wrapping: ``q_proj.base_layer.weight`` -> ``q_proj.weight``."""
+    return name.replace(".base_layer", "")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_" in name
+
+
+def stored_name(name: str) -> str:
+    """The name in our checkpoints: PEFT's file name for adapters, the plain model's name for the rest."""
+    if is_adapter(name):  # PEFT drops .weight from DoRA's magnitudes
+        name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+        return PEFT_PREFIX + re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
+    return base_name(name)

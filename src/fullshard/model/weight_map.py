@@ -15,8 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError, refusal
+from fullshard.model.blocks import base_name
 from fullshard.model.load import WeightFiles
-from fullshard.model.names import base_name
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
@@ -37,10 +37,9 @@ class WeightMap:
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
         """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: new rows."""
-        self.files = files
-        self._config, self._where, self._new_ids = model.config, where, new_ids
+        self.files, self._where, self._new_ids = files, where, new_ids
+        self._config, self._prefix = model.config, model.base_model_prefix
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        self._prefix = model.base_model_prefix
         conversions = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self.groups: dict[str, Group] = {}  # by file tensor; none for those that the model ignores
@@ -105,8 +104,7 @@ class WeightMap:
         return self._restored[group.target][file_name]
 
     def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
-        state = model.state_dict()
-        rename = core_model_loading.rename_source_key
+        state, rename = model.state_dict(), core_model_loading.rename_source_key
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         for file_name in sorted(self.files.names, key=core_model_loading.dot_natural_key):
             target, pattern = rename(file_name, self._renamings, converters, self._prefix, state)
@@ -151,9 +149,8 @@ class WeightMap:
         made = self._convert(converter, next(iter(renamed.values()))[0], parts)
         prefix = f"{self._prefix}."
         plain = {name.removeprefix(prefix): value for name, value in made.items()}
-        originals = [name for _, name in group.sources]
-        renamed_back = {name: core_model_loading.apply_renamings(name, self._renamings) for name in originals}
-        return {name: plain[stored.removeprefix(prefix)] for name, stored in renamed_back.items()}
+        stored = {name: core_model_loading.apply_renamings(name, self._renamings) for _, name in group.sources}
+        return {name: plain[parameter.removeprefix(prefix)] for name, parameter in stored.items()}
 
     def _convert(self, converter: WeightConverter, target: str, parts: list[tuple[str, str, torch.Tensor]]) -> Any:
         """What ``converter`` makes of tensors, each with its pattern and name: a tensor by each new name."""

@@ -108,8 +108,7 @@ class AdapterShape:
 def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> AdapterShape:
     """Inject the adapters into ``model`` (on the meta device, in place) and measure them. ModelError if none fits."""
     from fullshard.model.adapters import add_adapters
-    from fullshard.model.blocks import find_blocks
-    from fullshard.model.names import is_adapter
+    from fullshard.model.blocks import find_blocks, is_adapter
 
     num_blocks = len(find_blocks(model)[1])
     add_adapters(model, lora, trains_vocabulary)

@@ -25,11 +25,7 @@ class Volume:
     eval_tokens: int
     is_estimate: bool
     assumption: str = ""  # in words, where no file was read
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row known."""
-        return int(self.lengths.max())
+    longest = property(lambda self: int(self.lengths.max()))  # tokens of the longest row known
 
 
 def read_volume(config: RunConfig) -> Volume:
@@ -66,29 +62,27 @@ def _prepared_volume(run: Path, config: RunConfig) -> Volume | None:
     if wanted != [made["data"], made["train"]["seed"], made["model"]["add_tokens"], Path(made["model"]["path"])]:
         return None
     data = open_prepared(run / PREPARED, "train")
-    share = float(np.sum(data.supervised)) / max(1, int(np.sum(data.lengths)))
-    has_eval = (run / PREPARED / "eval").is_dir()
-    held_out = int(np.sum(open_prepared(run / PREPARED, "eval").lengths)) if has_eval else 0
-    return Volume(np.asarray(data.lengths, dtype=np.int64), share, held_out, False)
+    share = float(data.supervised.sum() / max(1, data.lengths.sum()))
+    held_out = int(open_prepared(run / PREPARED, "eval").lengths.sum()) if (run / PREPARED / "eval").is_dir() else 0
+    return Volume(data.lengths, share, held_out, False)
 
 
 def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:
-    found: list[int] = []
-    supervised = total = 0
+    found, supervised = [], 0
     for file in files:
         path = Path(file.path)
         if path.is_file() and path.stat().st_size > READ_WHOLE_BYTES and path.suffix.lower() == ".jsonl":
             with open(path, "rb") as lines:
                 sizes = [max(4, len(line) // BYTES_PER_TOKEN) for line in lines if line.strip()]
             sizes = (sizes * (int(file.weight) + 1))[: round(len(sizes) * file.weight)]
-            found, supervised, total = found + sizes, supervised + sum(sizes) // 2, total + sum(sizes)
+            found, supervised = found + sizes, supervised + sum(sizes) // 2
             continue
         for row in iterate_rows([file], data):
             tokens, answers = estimate_row(row, data.loss_on)
             found.append(tokens)
-            supervised, total = supervised + answers, total + tokens
-    lengths = np.minimum(np.array(found, dtype=np.int64), data.max_length)
-    return lengths, supervised / max(1, total)
+            supervised += answers
+    lengths = np.array(found, dtype=np.int64)
+    return np.minimum(lengths, data.max_length), supervised / max(1, int(lengths.sum()))
 
 
 def estimate_row(row: Row, loss_on: str) -> tuple[int, int]:
@@ -99,6 +93,4 @@ def estimate_row(row: Row, loss_on: str) -> tuple[int, int]:
     sizes = [len((message["content"] or "").encode()) // BYTES_PER_TOKEN + 1 for message in row.messages]
     tokens = sum(sizes) + TEMPLATE_TOKENS * len(sizes)
     answers = [size + 1 for size, message in zip(sizes, row.messages, strict=True) if message["role"] == "assistant"]
-    if loss_on == "all":
-        return tokens, tokens
-    return tokens, sum(answers[-1:] if loss_on == "last" else answers)
+    return tokens, tokens if loss_on == "all" else sum(answers[-1:] if loss_on == "last" else answers)

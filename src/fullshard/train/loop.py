@@ -15,14 +15,13 @@ import torch
 
 from fullshard.checkpoint.ranges import PROOF, Saver, load_checkpoint
 from fullshard.config import RunConfig
-from fullshard.data.batches import make_batch
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
-from fullshard.data.prepared import PreparedData, open_prepared
+from fullshard.data.prepared import PreparedData, make_batch, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import ConfigError, TrainError, refusal
 from fullshard.model.adapters import peft_config_text
-from fullshard.model.names import PEFT_CONFIG
+from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import ERRORS, METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from fullshard.data.batches import Batch, make_batch
 from fullshard.data.pack import lay_out
-from fullshard.data.prepared import PreparedData
+from fullshard.data.prepared import Batch, PreparedData, make_batch
 from fullshard.errors import ConfigError, DataError
 from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_decoder

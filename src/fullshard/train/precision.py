@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.model.blocks import find_units
-from fullshard.model.names import is_adapter
+from fullshard.model.blocks import find_units, is_adapter
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles

@@ -15,9 +15,8 @@ from fullshard.config import RunConfig
 from fullshard.errors import TrainError, refusal
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, start_value
 from fullshard.model.attention import Documents
-from fullshard.model.blocks import find_blocks, find_units
+from fullshard.model.blocks import base_name, find_blocks, find_units, is_adapter
 from fullshard.model.load import WeightFiles, attention_for, build_on_meta
-from fullshard.model.names import base_name, is_adapter
 from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, shard_model

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_chat_structures import CHATML, CONTROL, GEMMA, LLAMA31, LONGER, QWEN3, QWEN25, turns
 from tiny_models import K2_TEMPLATE, WORDS, make_tokenizer
 
-from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Row
+from fullshard.data.workers import BatchRenderer
 from fullshard.errors import DataError
 
 CONTENT = "{{ message['content'] }}"

@@ -10,9 +10,9 @@ import datetime
 import pytest
 from tiny_models import VOCABULARY, make_tokenizer
 
-from fullshard.data.batch_render import BatchRenderer
 from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Row
+from fullshard.data.workers import BatchRenderer
 from fullshard.errors import DataError
 
 CONTROL_TEXT = (

@@ -10,10 +10,9 @@ import pytest
 from tiny_models import K2_TEMPLATE, make_model, make_tokenizer
 
 from fullshard.config import RunConfig, config_from_dict
-from fullshard.data.batches import make_batch
 from fullshard.data.chat import choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows
-from fullshard.data.prepared import open_prepared, prepare, preview
+from fullshard.data.prepared import make_batch, open_prepared, prepare, preview
 from fullshard.errors import DataError
 
 SHORT = ("red blue", "green")

@@ -10,8 +10,7 @@ from all_rows import read_source
 
 from fullshard.config import DataFile, DataSection, config_from_dict
 from fullshard.data import files
-from fullshard.data.audit import report_lines
-from fullshard.data.sources import Account, iterate_rows
+from fullshard.data.sources import Account, iterate_rows, report_lines
 from fullshard.errors import DataError
 
 ROWS = [

@@ -73,7 +73,7 @@ def test_every_door_takes_an_id(tmp_path, k1_folder, monkeypatch):
     from fullshard.evaluate import evaluate_run
     from fullshard.infer.generate import generate_text
     from fullshard.planning.search import make_plan
-    from fullshard.recipe_init import propose_recipe
+    from fullshard.quickstart import propose_recipe
 
     asked = []
     monkeypatch.setattr(fetch, "_download", lambda *arguments: asked.append(arguments) or k1_folder)

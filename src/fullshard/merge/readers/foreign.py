@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from fullshard.errors import Blame, MergeError, refusal
+from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, stored_name
 from fullshard.model.load import SINGLE
-from fullshard.model.names import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, stored_name
 from fullshard.model.tensor_files import AGAIN, FileTensor, Part, read_header
 from fullshard.run_folder import read_json
 

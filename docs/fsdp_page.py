@@ -235,7 +235,7 @@ def trace() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import fullshard
-    from fullshard.report.trace import write_trace
+    from fullshard.report.page import write_trace
 
     random.seed(0)
     torch.manual_seed(0)

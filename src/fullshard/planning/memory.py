@@ -45,10 +45,7 @@ class Job:
     adapted_outputs: int = 0  # output features of a block's layers under LoRA
     engine: str = "simple"
 
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of a number in products."""
-        return precision_of(self.precision).compute.itemsize
+    compute_bytes = property(lambda self: precision_of(self.precision).compute.itemsize)  # of a number in products
 
     def recomputed(self, num_blocks: int) -> int:
         """How many of the model's blocks are recomputed."""

@@ -30,8 +30,11 @@ class GatherBuffer:
 
     def take(self, group: Group) -> torch.Tensor:
         """The buffer for ``group``; whoever used it last must be through with it."""
-        if self.user is not None and self.user is not group:
-            self.user.leave_buffer()
+        before = self.user
+        if before is not None and before is not group:
+            if before.phase is Phase.REDUCING:
+                before.finish_reduce()
+            assert before.phase is Phase.SHARDED, f"{before.unit.name} still uses its buffer ({before.phase.value})"
         if self.user is None:
             self._last = self.users[-1] if group is self.users[0] else self.users[0]
         self.user = group
@@ -49,10 +52,7 @@ class GatherBuffer:
         self.user = None
         self.flat.untyped_storage().resize_(0)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that the buffer has now."""
-        return self.flat.untyped_storage().nbytes()
+    held_bytes = property(lambda self: self.flat.untyped_storage().nbytes())  # of memory that the buffer has now
 
 
 class Phase(Enum):
@@ -146,12 +146,6 @@ class Group:
         if self._phase is Phase.LIVE:
             self.phase = Phase.SHARDED
             self.buffer.leave(self)
-
-    def leave_buffer(self) -> None:
-        """Called by the next user of the buffer."""
-        if self._phase is Phase.REDUCING:
-            self.finish_reduce()
-        assert self._phase is Phase.SHARDED, f"{self.unit.name} still uses its buffer ({self._phase.value})"
 
     @torch.no_grad()
     def accumulate(self) -> None:

@@ -44,9 +44,8 @@ class Machine:
 
     def usable_bytes(self, num_ranks: int) -> int:
         """Memory for one rank; the ranks of a CPU machine and their launcher share the host's."""
-        if self.kind == "cpu":
-            return max(0, int(self.memory_bytes * USABLE_SHARE) - LAUNCHER_BYTES) // num_ranks
-        return int(self.memory_bytes * USABLE_SHARE)
+        usable = int(self.memory_bytes * USABLE_SHARE)
+        return max(0, usable - LAUNCHER_BYTES) // num_ranks if self.kind == "cpu" else usable
 
 
 @dataclass(frozen=True)

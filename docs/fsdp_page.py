@@ -47,7 +47,7 @@ EXCERPTS = {
 PARTS = {
     "lines_layout": {"layout.py": ["*"]},
     "lines_buffers": {"unit.py": ["GatherBuffer"]},
-    "lines_phases": {"unit.py": ["Phase", "ALLOWED", "Group.phase"]},
+    "lines_phases": {"unit.py": ["Phase", "ALLOWED", "Group.enter"]},
     "lines_hooks": {"engine.py": ["*._before_forward", "*._after_forward", "*._before_backward", "*._after_backward", "_Through"]},
     "lines_schedule": {"engine.py": ["Schedule", "*._gather"]},
     "lines_accumulate": {"unit.py": ["Group.accumulate"]},
@@ -235,7 +235,7 @@ def trace() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import fullshard
-    from fullshard.report.trace import write_trace
+    from fullshard.report.page import write_trace
 
     random.seed(0)
     torch.manual_seed(0)

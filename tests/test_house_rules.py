@@ -27,7 +27,6 @@ LAYERS: dict[str, tuple[int, str]] = {
     "data": (1, ""),
     "train.loss": (1, ""),
     "train.precision": (1, ""),
-    "report.page": (1, ""),
     "ranks": (2, ""),
     "shard": (2, ""),
     "checkpoint": (2, ""),

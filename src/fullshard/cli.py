@@ -163,7 +163,7 @@ def _prepare(recipe: str, overrides: list[str], output: str | None, **made: Any)
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview
         from fullshard.model.fetch import with_model_folder
-        from fullshard.report.data import audit_tables
+        from fullshard.report.page import audit_tables
 
         tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
         yield from [*result["report"], *preview(folder, "train", tokenizer, made["show"])]

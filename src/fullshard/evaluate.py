@@ -35,7 +35,6 @@ SPARE_TOKENS = 8  # generated beyond the longest expected answer, so that one th
 NUM_EXAMPLES = 4  # training rows in the prompt, before a run
 NUMBER = re.compile(r"(?<![\w.)])-?\d+/[1-9]\d*|(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
 Model = str | Path | Answerer
-RowLoss = tuple[int, str, float, int]  # place in the data, origin, nats, supervised tokens
 Scorer = Callable[[str, Row, str], float]  # of answer, row, expected
 SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
 
@@ -64,7 +63,7 @@ class EvalResult:
     rows: int  # rows that the loss covers
     supervised_tokens: int
     loss: float  # nats per supervised token
-    row_losses: tuple[RowLoss, ...]
+    row_losses: tuple[tuple[int, str, float, int], ...]  # place in the data, origin, nats, supervised tokens
     left_out: tuple[str, ...]  # "file:line: reason" of each row that the loss or the answers leave out
     name: str = "model"
     answers: tuple[Answer, ...] = ()
@@ -269,18 +268,17 @@ def _answers(
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
     most = most or max(map(len, taught)) + SPARE_TOKENS
-    limit, fitting, prompts, left_out = answerer.max_positions or math.inf, [], [], []
+    limit, fitting, left_out = answerer.max_positions or math.inf, [], []
     for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < most:
             left_out.append(f"{row.origin}: {len(ids)} tokens leave no room for {most} new ones (answer)")
         else:
-            fitting.append((place, row, wanted))
-            prompts.append(ids)
-    generated = generate_ids(answerer, prompts, most, **options)
+            fitting.append((place, row, wanted, ids))
+    generated = generate_ids(answerer, [ids for *_, ids in fitting], most, **options)
     answers, decode = [], partial(answerer.tokenizer.decode, skip_special_tokens=True)
     refusal = re.compile("|".join(words("en")["refusals"] + words("zh")["refusals"]), re.IGNORECASE)
-    for (place, row, wanted), ids in zip(fitting, generated, strict=True):
+    for (place, row, wanted, _), ids in zip(fitting, generated, strict=True):
         last, answer = row.messages[-1], decode(ids).strip()
         expected = (decode(wanted) if last.get("tool_calls") else last["content"]).strip()
         said, right = _conclusion(answer), _conclusion(expected)

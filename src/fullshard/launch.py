@@ -55,8 +55,8 @@ def trace_run(
     lang: str = "en",
 ) -> dict[str, Any]:  # fmt: skip
     """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output`` (.html), .svg
-    and .json beside it. Returns the last (see ``report.trace``). Raises what train_run raises."""
-    from fullshard.report.trace import write_trace
+    and .json beside it. Returns the last (see ``report.page``). Raises what train_run raises."""
+    from fullshard.report.page import write_trace
 
     with _short_run(Path(output), recipe, [*overrides, "engine=simple"], ranks, "trace") as run:
         found = read_json(run / run_folder.TRACE)

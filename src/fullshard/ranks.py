@@ -36,10 +36,7 @@ class Ranks:
     mesh: DeviceMesh
     host: Any = None
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
-        return self.rank == 0
+    is_first = property(lambda self: self.rank == 0)  # the one that prints and writes
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place and returned. Sums only: averages differ by backend."""

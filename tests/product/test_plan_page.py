@@ -39,7 +39,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "read_machine", lambda: Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2), None))
+    monkeypatch.setattr(search, "read_machine", lambda: Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2)))
     monkeypatch.chdir(make_job(tmp_path, 16))
     return tmp_path
 

@@ -14,7 +14,7 @@ from strict_page import StrictParser, parse
 from tiny_models import make_job
 
 from fullshard.cli import main
-from fullshard.report.trace import write_trace
+from fullshard.report.page import write_trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LAYERS = [f"model.layers.{number}" for number in range(2)]

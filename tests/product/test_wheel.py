@@ -34,7 +34,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_wheel_holds_the_package_and_its_data(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "src" / "fullshard").rglob("*"):
-        if path.is_file() and path.suffix in (".py", ".jsonl", ".yaml", ".json", ".html"):
+        if path.is_file() and path.suffix in (".py", ".jsonl", ".yaml", ".json", ".html", ".txt"):
             assert str(path.relative_to(ROOT / "src")) in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith("tests")]

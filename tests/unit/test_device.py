@@ -164,7 +164,7 @@ def test_an_accelerator_without_bf16(tmp_path):
     """V100, T4, Ascend 910A: auto means fp32, and bf16 is refused."""
     from fullshard.config import config_from_dict
 
-    machine = Machine("cuda", 10**10, Rates(10e12, 0.0, 1), 31e9)
+    machine = Machine("cuda", 10**10, Rates(10e12, 0.0, 1))
     recipe = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "train": {"global_batch": "4 rows"}, "output": "o"}
     assert choose_precision(config_from_dict(recipe), machine) == "fp32"
     for precision in ("bf16", "bf16_pure"):
@@ -185,7 +185,7 @@ def test_tf32_is_set_where_the_chip_has_it_and_refused_elsewhere(monkeypatch, ki
     monkeypatch.setattr("fullshard.device.device_kind", lambda: kind)
     monkeypatch.setattr("torch.cuda.is_tf32_supported", lambda: has_tf32)
     recipe = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "train": {"precision": "tf32"}, "output": "o"}
-    config, machine = config_from_dict(recipe), Machine(kind, 10**10, Rates(10e12, 80e12, 1), 31e9)
+    config, machine = config_from_dict(recipe), Machine(kind, 10**10, Rates(10e12, 80e12, 1))
     device.set_fast_fp32(False)
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
     if has_tf32:

@@ -21,7 +21,7 @@ def here(tmp_path, monkeypatch):
 
 
 def use_memory(monkeypatch, count):
-    machine = Machine("cpu", count, Rates(80e9, 1e9, 2), None)
+    machine = Machine("cpu", count, Rates(80e9, 1e9, 2))
     monkeypatch.setattr(search, "read_machine", lambda: machine)
 
 

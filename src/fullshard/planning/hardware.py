@@ -29,10 +29,8 @@ class Accelerator:
     node_bytes_per_second: float  # of one device to other nodes, one way
     family: str  # of efficiency.yaml
 
-    @property
-    def name(self) -> str:
-        """As ``--devices`` takes it: 4090, 4090d, a100-40gb, 910b3."""
-        return "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend").replace("-d", "d")
+    # as ``--devices`` takes it: 4090, 4090d, a100-40gb, 910b3
+    name = property(lambda self: "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend").replace("-d", "d"))
 
 
 def _read(words: str, facts: dict) -> Accelerator:
@@ -80,8 +78,7 @@ class Host:
 
 def read_host() -> Host:
     """Facts of this machine as this process may use them: affinity and control-group limits are respected."""
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
+    total, available = psutil.virtual_memory()[:2]
     limit = _control_group_limit()
     if limit is not None and limit[0] < total:
         total, available = limit[0], min(available, max(0, limit[0] - limit[1]))

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fullshard.planning.shape import ModelShape
+from fullshard.train.loss import CHUNK_LOGIT_BYTES
 from fullshard.train.precision import precision_of
 
 CPU_PROCESS_BYTES = 440_000_000  # torch, transformers, peft, gloo: 422 MB as a rank starts, 15 as it works
@@ -45,10 +46,7 @@ class Job:
     adapted_outputs: int = 0  # output features of a block's layers under LoRA
     engine: str = "simple"
 
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of a number in products."""
-        return precision_of(self.precision).compute.itemsize
+    compute_bytes = property(lambda self: precision_of(self.precision).compute.itemsize)  # of a number in products
 
     def recomputed(self, num_blocks: int) -> int:
         """How many of the model's blocks are recomputed."""
@@ -178,24 +176,17 @@ def _heap_lines(blocks: list[Line], recomputed: int, gradients: int) -> list[Lin
 
 
 def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
-    from fullshard.train.loss import CHUNK_LOGIT_BYTES
-
     each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs) + does.extra
-    tokens, layers, mask = job.micro_tokens, shape.num_layers, 1 + job.compute_bytes
-    again, inputs, lines = job.recomputed(layers), job.compute_bytes * shape.hidden_size + does.selected, []
-    if again:
-        kept = f"{tokens:,} tokens x {again} blocks x {inputs:,}"
-        lines.append(Line("block inputs", tokens * again * inputs, kept, "backward"))
-        each_now = each - does.selected + does.passing
-        lines.append(Line("recomputed block", tokens * each_now, f"{tokens:,} tokens x {each_now:,}", "block"))
-    if again < layers:
-        kept = f"{tokens:,} tokens x {layers - again} blocks x {each:,}"
-        lines.append(Line("activations", tokens * (layers - again) * each, kept, "backward"))
+    tokens, again = job.micro_tokens, job.recomputed(shape.num_layers)
+    kept, inputs = shape.num_layers - again, job.compute_bytes * shape.hidden_size + does.selected
+    each_now, mask = (each - does.selected + does.passing) * (again > 0), (1 + job.compute_bytes) * does.mask
     chunk = CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) if does.positions is None else does.positions or tokens
     chunk = min(max(1, chunk), math.ceil(tokens * job.supervised))  # positions at once, as the loss cuts them
-    logits, mask = int(chunk * shape.vocab_size * does.logit), mask * does.mask
+    logits = int(chunk * shape.vocab_size * does.logit)
     return [
-        *lines,
+        Line("block inputs", tokens * again * inputs, f"{tokens:,} tokens x {again} blocks x {inputs:,}", "backward"),
+        Line("recomputed block", tokens * each_now, f"{tokens:,} tokens x {each_now:,}", "block"),
+        Line("activations", tokens * kept * each, f"{tokens:,} tokens x {kept} blocks x {each:,}", "backward"),
         Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {does.logit:g}", "head"),
     ]

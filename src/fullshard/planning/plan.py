@@ -61,7 +61,7 @@ class Plan:
 
     def to_text(self, explain: bool = False) -> str:
         """The report, of several lines; ``explain``: with each formula and its numbers."""
-        return _render("plan.txt", **vars(self), explain=explain)
+        return render("plan.txt", **vars(self), explain=explain)
 
     def to_summary(self) -> str:
         """What ``train`` prints of it: steps, fit and time."""
@@ -78,7 +78,7 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table; and which plan is the recipe's own, the fastest that fits, the cheapest."""
-        return _render("compare.txt", plans=self.plans, own=self.own)
+        return render("compare.txt", plans=self.plans, own=self.own)
 
 
 def step_timeline(lines: Sequence[Line], load_bytes: int) -> dict[str, list[int]]:
@@ -127,7 +127,8 @@ def format_range(low: float, high: float) -> str:
     return " - ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (low, high))
 
 
-def _render(name: str, **values: Any) -> str:
+def render(name: str, **values: Any) -> str:
+    """A template of this folder, with what the words of a plan need."""
     words = {"bytes": format_bytes, "minutes": format_minutes, "range_of": format_range, "words": EXPLAIN}
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return Template(text, trim_blocks=True, undefined=StrictUndefined).render(words | values).rstrip()

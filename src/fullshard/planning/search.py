@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
 from fullshard.errors import ConfigError, PlanError, refusal
 from fullshard.planning import shape as shapes
-from fullshard.planning.hardware import GIB, Accelerator, find_accelerator, parse_devices, read_host
+from fullshard.planning.hardware import Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import CPU_PROCESS_BYTES, Job, memory_lines, moment_peaks, own_practice
-from fullshard.planning.plan import EXPLAIN, Comparison, Plan, find_peak, format_bytes, step_timeline
+from fullshard.planning.plan import EXPLAIN, Comparison, Plan, find_peak, format_bytes, render, step_timeline
 from fullshard.planning.speed import DEVICES_OF_A_NODE, EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.shard import choose_engine
@@ -38,15 +39,13 @@ class Machine:
     kind: str
     memory_bytes: int  # of one accelerator, or of the whole host for the ranks of a CPU machine
     rates: Rates
-    link_bytes_per_second: float | None
-    card: Accelerator | None = None  # of --devices: not this machine
-    known: Accelerator | None = None  # this machine's, where its facts are known
+    card: Accelerator | None = None  # its facts, where they are known
+    is_here: bool = True  # else it is that of --devices
 
     def usable_bytes(self, num_ranks: int) -> int:
         """Memory for one rank; the ranks of a CPU machine and their launcher share the host's."""
-        if self.kind == "cpu":
-            return max(0, int(self.memory_bytes * USABLE_SHARE) - LAUNCHER_BYTES) // num_ranks
-        return int(self.memory_bytes * USABLE_SHARE)
+        usable = int(self.memory_bytes * USABLE_SHARE)
+        return max(0, usable - LAUNCHER_BYTES) // num_ranks if self.kind == "cpu" else usable
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,8 @@ class Choice:
     moments: dict[str, int]
     reduce_each: bool  # after each micro-batch, so that no whole gradients are kept
 
-    @property
-    def peak_bytes(self) -> int:
-        """The largest moment of the ranks."""
-        return max(size for moment, size in self.moments.items() if moment != "merge")
+    # the largest moment of the ranks
+    peak_bytes = property(lambda self: max(size for name, size in self.moments.items() if name != "merge"))
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def make_plan(
         raise _does_not_fit(config, num_ranks, facts, choice)
     plan = _finish(config, num_ranks, facts, choice, tokens_per_second)
     place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
-    if not facts.machine.card and (free := shutil.disk_usage(place).free) < plan.disk_bytes:
+    if facts.machine.is_here and (free := shutil.disk_usage(place).free) < plan.disk_bytes:
         raise refusal("no_disk", needed=format_bytes(plan.disk_bytes), place=place, free=format_bytes(free))
     return plan
 
@@ -149,18 +146,17 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     if card is None:
         return Facts(read_machine(), shape, adapters, volume)
     rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
-    machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card.link_bytes_per_second, card)
+    machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card, is_here=False)
     return Facts(machine, shape, adapters, volume)
 
 
 def read_machine() -> Machine:
-    """This machine's kind of device, free memory, rates and links."""
+    """This machine: its kind of device, free memory, rates, and facts where they are known."""
     kind, host = device_kind(), read_host()
     rates = measure_rates(kind, host.cores)
     if kind == "cpu":
-        return Machine(kind, host.available_bytes, rates, None)
-    known = find_accelerator(device_name())
-    return Machine(kind, min(device_memory()), rates, known.link_bytes_per_second if known else 31e9, known=known)
+        return Machine(kind, host.available_bytes, rates)
+    return Machine(kind, min(device_memory()), rates, find_accelerator(device_name()))
 
 
 def choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -168,7 +164,7 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
     rates, asked = machine.rates, config.train.precision
     if asked.startswith("bf16") and not rates.bf16:
         raise ConfigError(f"train.precision={asked}: this accelerator has no bf16.", "Set train.precision=fp16 or fp32")
-    if asked == "tf32" and not machine.card:
+    if asked == "tf32" and machine.is_here:
         require_tf32()
     if asked != "auto":
         return asked
@@ -178,15 +174,15 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
     """The fastest choice that fits, if one can reducing gradients once a step (on CPU the first); else the least."""
     machine, fitting, others = facts.machine, [], []
-    card, usable = machine.card or machine.known, machine.usable_bytes(num_ranks)
+    usable = machine.usable_bytes(num_ranks)
     for choice in _choices(config, num_ranks, facts):
-        if fitting and (card is None or choice.reduce_each > fitting[0].reduce_each):
+        if fitting and (machine.card is None or choice.reduce_each > fitting[0].reduce_each):
             break  # they come in order: nothing after these can be taken
         (fitting if choice.peak_bytes <= usable else others).append(choice)
     if len(fitting) < 2:
         return min(fitting or others, key=lambda choice: choice.peak_bytes)
-    sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, machine.link_bytes_per_second, card)
-    works = {size: measure_work(config, num_ranks, facts.volume, size)[0] for size in sizes}
+    sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, machine.card)
+    works = {size: measure_work(config, num_ranks, facts.volume, size) for size in sizes}
     return min(fitting, key=lambda one: run_seconds(facts.shape, works[one.micro_batch], one.job, *speeds)[1])
 
 
@@ -243,24 +239,6 @@ def _micro_batches(config: RunConfig, num_ranks: int, facts: Facts) -> list[tupl
     return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
 
 
-def _changes(config: RunConfig, num_ranks: int, facts: Facts) -> list[dict[str, Any]]:
-    """Single changes that make sense here, cheapest first: the recipe's keys (or ``ranks``) and their new values."""
-    on_cpu, is_full, longest = facts.machine.kind == "cpu", config.method == "full", longest_row(config, facts)
-    may_use_bf16 = facts.machine.rates.bf16 and choose_precision(config, facts.machine) == "fp32"
-    changes: list[tuple[Any, dict[str, Any]]] = [
-        (config.train.micro_batch is not None, {"train.micro_batch": None}),
-        (config.train.recompute == "none", {"train.recompute": "auto"}),
-        (on_cpu and num_ranks > 1, {"ranks": 1}),
-        (not on_cpu and may_use_bf16, {"train.precision": "bf16"}),
-        (longest // 2 >= 64, {"data.max_length": longest // 2, "data.too_long": "drop"}),
-        (longest // 4 >= 64, {"data.max_length": longest // 4, "data.too_long": "drop"}),
-        (is_full, {"method": "lora"}),
-        (is_full and config.train.optimizer == "adamw", {"train.optimizer": "sgd"}),
-        *((not on_cpu, {"ranks": factor * num_ranks}) for factor in (2, 4, 8)),
-    ]
-    return [change for makes_sense, change in changes if makes_sense]
-
-
 def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """The recipe with the changes of its keys; ``ranks`` is no key of it."""
     for key, value in changes.items():
@@ -271,37 +249,30 @@ def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
-    machine, singles = facts.machine, _changes(config, num_ranks, facts)
-    ranks_word = f"--devices {{}}x{machine.card.name}" if machine.card else "--ranks {}"
-    fitting: dict[str, dict[str, Any]] = {}
+    machine, fitting = facts.machine, []
+    may_use_bf16 = machine.rates.bf16 and choose_precision(config, machine) == "fp32"
+    known = {"ranks": num_ranks, "on_cpu": machine.kind == "cpu", "longest": longest_row(config, facts), **dict(config)}
+    singles = yaml.safe_load(render("changes.txt", **known, may_use_bf16=may_use_bf16)) or []
     for chosen in (some for size in (1, 2, 3) for some in itertools.combinations(singles, size)):
         changes = {key: value for change in chosen for key, value in change.items()}
-        if len(changes) < sum(map(len, chosen)) or any(fit.items() <= changes.items() for fit in fitting.values()):
+        if len(changes) < sum(map(len, chosen)) or any(fit.items() <= changes.items() for fit, *_ in fitting):
             continue
-        if len(fitting) == 3:
-            break
-        words = [ranks_word.format(new) if key == "ranks" else f"{key}={new}" for key, new in changes.items()]
         ranks = changes.get("ranks", num_ranks)
         peak, allowed = choose(_apply(config, changes), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
-        if peak <= allowed:
-            text = " ".join(words).replace("=None", "=null")
-            fitting[f"  {text}   ({format_bytes(peak)} of {format_bytes(allowed)} a rank)"] = changes
-    kind = "host memory that is free now, shared by the ranks" if machine.kind == "cpu" else "device memory"
-    largest = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)[:3]
-    causes = ", ".join(f"{line.cause} {format_bytes(line.bytes)}" for line in largest)
-    most, usable = format_bytes(best.peak_bytes), format_bytes(machine.usable_bytes(num_ranks))
-    needs = f"at its smallest it needs {most} a rank on {num_ranks} ranks; {usable} a rank may be used ({kind})"
-    hint = "\n".join(["Changes that fit, cheapest first:", *fitting])
-    if not fitting:
-        hint = "No change of the recipe fits this machine. Take a smaller model or more memory."
-    return PlanError(f"The job does not fit: {needs}. Largest causes: {causes}.", hint)
+        fitting += [(changes, peak, allowed)] * (peak <= allowed)
+        if len(fitting) == 3:
+            break
+    lines = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)
+    known |= {"machine": machine, "best": best, "usable": machine.usable_bytes(num_ranks), "lines": lines}
+    message, _, hint = render("no_fit.txt", **known, fitting=fitting).partition("\n")
+    return PlanError(message, hint)
 
 
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, measured: float | None = None) -> Plan:
     machine, volume, job, price = facts.machine, facts.volume, choice.job, facts.price
-    work, (rows, tokens, micro_batches) = measure_work(config, num_ranks, volume, choice.micro_batch)
-    card, lines = machine.card or machine.known, tuple(memory_lines(facts.shape, job))
-    inputs = facts.shape, work, job, machine.rates, machine.link_bytes_per_second, card
+    work, card = measure_work(config, num_ranks, volume, choice.micro_batch), machine.card
+    (rows, tokens, micro_batches), lines = work.first, tuple(memory_lines(facts.shape, job))
+    inputs = facts.shape, work, job, machine.rates, card
     low, high, quick, slow, numbers = run_seconds(*inputs, tokens / measured if measured else None)
     hours = low * num_ranks / 3600, high * num_ranks / 3600
     numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks, "hours": hours}
@@ -310,6 +281,8 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     saving = {"save": choice.moments["train"] + copied} if job.on_cpu and beside else {}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    is_shipped = shapes.shipped_config(config.model.path) is not None
+    known = {**dict(config), **vars(facts), **vars(choice), "peak": choice.peak_bytes, "usable": usable}
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
         engine=job.engine, micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
@@ -326,7 +299,8 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
         disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
         explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
         checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card and job.compute_bytes < 4 else 0,
-        notes=tuple(_notes(config, facts, choice)), card=machine.card.name if machine.card else "",
+        notes=tuple(render("notes.txt", **known, is_shipped=is_shipped).splitlines()),
+        card="" if machine.is_here else card.name,
     )  # fmt: skip
 
 
@@ -345,31 +319,8 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _notes(config: RunConfig, facts: Facts, choice: Choice) -> list[str]:
-    machine, volume, job, rates = facts.machine, facts.volume, choice.job, facts.machine.rates
-    on_cpu, positions, merged = machine.kind == "cpu", facts.shape.max_positions, choice.moments["merge"]
-    usable, error = machine.usable_bytes(job.num_ranks), EXPLAIN["memory_error"]
-    holds = {
-        "card": machine.card, "shipped": shapes.shipped_config(config.model.path), "assumed": volume.assumption,
-        "estimated": volume.is_estimate and not volume.assumption, "rates": on_cpu and config.train.precision == "auto",
-        "fp16": on_cpu and job.precision == "fp16", "reduced": choice.reduce_each,
-        "recomputed": job.recompute and config.train.recompute == "auto",
-        "tight": usable < choice.peak_bytes <= usable / (1 - error),
-        "positions": config.data.max_length > job.longest == positions,
-        "merged": on_cpu and merged > machine.usable_bytes(1), "shared": on_cpu and facts.price,
-    }  # fmt: skip
-    values = {
-        "card": machine.card, "gib": machine.memory_bytes / GIB, "tera": rates.bf16 / 1e12, "volume": volume,
-        "link": (machine.link_bytes_per_second or 0) / 1e9, "path": config.model.path, "positions": positions,
-        "job": job, "fp32": rates.fp32 / 1e9, "bf16": rates.bf16 / 1e9, "merged": format_bytes(merged), "error": error,
-    }  # fmt: skip
-    return [note.format(**values) for name, note in EXPLAIN["notes"].items() if holds[name]]
-
-
-def measure_work(
-    config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]
-) -> tuple[StepWork, tuple[int, int, int]]:
-    """A rank's work, from windows laid out as in training; (rows, tokens, micro-batches) of the first step."""
+def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]) -> StepWork:
+    """A rank's work, from windows laid out as in training."""
     packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
     lengths = np.minimum(volume.lengths, limit)
     first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch), config.train.drop_last)
@@ -385,9 +336,9 @@ def measure_work(
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
     supervised = sum(tokens) * scale * volume.supervised_share / num_ranks
-    work = StepWork(
+    return StepWork(
         padded_tokens=area * scale, supervised_tokens=supervised, mean_length=area / sum(map(len, sampled)) * num_ranks,
         num_micro_batches=sum(map(len, layouts)) * scale, num_steps=num_steps,
         evaluated_tokens=evaluations * 1.1 * volume.eval_tokens / num_ranks, step_tokens=sum(tokens) / len(tokens),
+        first=(len(sampled[0]), tokens[0], len(layouts[0])),
     )  # fmt: skip
-    return work, (len(sampled[0]), tokens[0], len(layouts[0]))

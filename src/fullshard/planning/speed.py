@@ -42,6 +42,7 @@ class StepWork:
     num_steps: float
     evaluated_tokens: float  # padded tokens of forward-only passes
     step_tokens: float = 0.0  # of all ranks, without padding, in a mean step
+    first: tuple[int, int, int] = (0, 0, 0)  # rows, tokens and micro-batches of the first step
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,15 @@ def timed_product(dtype: torch.dtype, kind: str) -> float:
 
 
 def run_seconds(
-    shape: ModelShape, work: StepWork, job: Job, rates: Rates, link: float | None, card: Accelerator | None = None,
+    shape: ModelShape, work: StepWork, job: Job, rates: Rates, card: Accelerator | None = None,
     measured: float | None = None,
 ) -> tuple[float, float, float, float, dict[str, Any]]:  # fmt: skip
     """Seconds of the run, low and high, and of a step; the numbers behind them, with the kernels' ``seconds``.
-    ``rates``, ``link`` (None: gloo) count if no card is known; ``measured`` (seconds of a step) in place of all."""
+    ``rates`` count where no card is known; ``measured`` (seconds of a step) in place of all."""
     each = work.num_micro_batches / work.num_steps
     tokens, head = (count / work.num_micro_batches for count in (work.padded_tokens, work.supervised_tokens))
     run = Run(work.mean_length, tokens, head, each, 1 if job.on_cpu else -(-job.num_ranks // DEVICES_OF_A_NODE))
-    inputs = (shape, job, card or _measured(rates, job, link), run)
+    inputs = (shape, job, card or _measured(rates, job), run)
     seconds = micro_batch_seconds(*inputs)
     step = measured or each * seconds["total"]
     known = EFFICIENCY["cpu" if job.on_cpu else "devices"]["error"] if job.on_cpu or card else EFFICIENCY["unknown"]
@@ -163,11 +164,11 @@ def run_seconds(
     return low, high, step / fast, step / slow, kernel_numbers(*inputs) | numbers
 
 
-def _measured(rates: Rates, job: Job, link: float | None) -> Accelerator:
+def _measured(rates: Rates, job: Job) -> Accelerator:
     """What is timed on this machine in the place of facts; the ranks of a CPU machine share its cores."""
     share, here = rates.cores / job.num_ranks if job.on_cpu else 1.0, EFFICIENCY["here"]
     half = (rates.bf16 or rates.fp16) * share
     flops = {"fp32": rates.fp32 * share, "tf32": half / 2, "bf16": half, "fp16": half}  # tf32: as data sheets have it
     memory = here["cpu_memory"] if job.on_cpu else max(flops.values()) / here["flops_per_byte"]
-    link = link or here["gloo"]
+    link = here["gloo" if job.on_cpu else "link"]
     return Accelerator((), 0, flops, 1.0, memory, link, link / DEVICES_OF_A_NODE, "measured")

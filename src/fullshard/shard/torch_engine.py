@@ -40,11 +40,11 @@ class TorchShardedModel:
             if isinstance(unit[0], nn.Embedding) and not keep:
                 unit[0].set_unshard_in_backward(False)  # its gradient needs no weights
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
-                module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._fsdp_modules:
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
         if any(parameter.is_meta for parameter in model.parameters()):
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             model.to_empty(device=device_of(mesh))
@@ -59,11 +59,10 @@ class TorchShardedModel:
             shape = self._full_shapes[name]
             value = local_part(parameter)
             gradient = local_part(parameter.grad) if parameter.grad is not None else None
-            start = 0
-            if name not in self._replicated:
-                rows_per_rank = -(-shape[0] // self._num_ranks)
-                start = min(self._rank * rows_per_rank, shape[0]) * math.prod(shape[1:])
-            is_copy = self._is_copy or (name in self._replicated and self._rank > 0)
+            whole = name in self._replicated
+            rows = 0 if whole else min(self._rank * -(-shape[0] // self._num_ranks), shape[0])  # before this rank's
+            start = rows * math.prod(shape[1:])
+            is_copy = self._is_copy or (whole and self._rank > 0)
             stop, trainable = start + value.numel(), parameter.requires_grad
             found.append(Shard(name, shape, start, stop, value, gradient, trainable, is_copy))
         return found
@@ -78,9 +77,8 @@ class TorchShardedModel:
 
     def after_step(self) -> None:
         """Free what a forward without backward left gathered (the root and the head's group)."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._fsdp_modules:
+            module.reshard()
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """(name, tensor) pairs by decay (matrices), sharded and replicated ones apart: fused ones cannot mix them."""

@@ -37,10 +37,8 @@ class LossModel(nn.Module):
         self._factor = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self._cap = getattr(config, "final_logit_softcapping", None)
 
-    @property
-    def attends_by_document(self) -> bool:
-        """Whether the model's attention is ours (model/attention.py), which can keep packed documents apart."""
-        return self.causal_lm.config._attn_implementation == BY_DOCUMENT
+    # whether its attention is ours (model/attention.py), which can keep packed documents apart
+    attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 
     def forward(
         self, input_ids_BS: torch.Tensor, labels_BS: torch.Tensor | None, position_ids_BS: torch.Tensor | None = None,
@@ -49,12 +47,10 @@ class LossModel(nn.Module):
         """The summed token losses (fp32) over next-token targets ``labels_BS`` (-100: unsupervised); without labels the
         logits (B, S, V) in fp32. Positions are for packed sequences only. ``own_logits``: the model's own path.
         ``documents``: for models that attend by document. ``real_BS`` (1 on real tokens): what a router loss counts."""
-        arguments = {"input_ids": input_ids_BS, "use_cache": False}
-        given = {"position_ids": position_ids_BS, "documents": documents}
-        arguments |= {name: value for name, value in given.items() if value is not None}
         routed = self._router_loss is not None and self.training and labels_BS is not None
-        if routed:
-            arguments["output_router_logits"] = True
+        given = {"position_ids": position_ids_BS, "documents": documents, "output_router_logits": routed or None}
+        arguments = {"input_ids": input_ids_BS, "use_cache": False}
+        arguments |= {name: value for name, value in given.items() if value is not None}
         if own_logits and labels_BS is not None:
             return self.causal_lm(**arguments, labels=input_ids_BS).loss * (labels_BS != -100).sum()
         if own_logits or self.uses_own_logits:
@@ -68,7 +64,8 @@ class LossModel(nn.Module):
         hidden_BSH = output[0]
         head = self.causal_lm.get_output_embeddings()
         if labels_BS is None:
-            return self._finish(head(hidden_BSH))
+            logits_BSV = head(hidden_BSH).float() * self._factor
+            return torch.tanh(logits_BSV / self._cap) * self._cap if self._cap else logits_BSV
         chosen = (labels_BS.flatten() != -100).nonzero().flatten()
         if chosen.numel() == 0:  # the first position then, for the collectives
             chosen = chosen.new_zeros(1)
@@ -90,11 +87,6 @@ class LossModel(nn.Module):
         model = self.causal_lm
         loss = self._router_loss(output.router_logits, model.num_experts, model.num_experts_per_tok, real_BS)
         return model.router_aux_loss_coef * loss * (labels_BS != -100).sum()
-
-    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """The family's own rule between head and loss; fp32 from here on."""
-        logits = logits.float() * self._factor
-        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
 
 def loss_and_gradient(

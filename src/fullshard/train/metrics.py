@@ -32,9 +32,8 @@ def start_tracker(name: str, run: Path) -> Tracker:
 
 def require_trackers(names: Sequence[str]) -> None:
     """ConfigError where a tracker's package is not installed."""
-    for name in names:
-        if util.find_spec(name) is None:
-            raise refusal("no_tracker", name=name)
+    if absent := [name for name in names if util.find_spec(name) is None]:
+        raise refusal("no_tracker", name=absent[0])
 
 
 class MetricsLog:
@@ -78,8 +77,7 @@ class MetricsLog:
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._file.flush()
+        print(json.dumps({"kind": kind, **values}), file=self._file, flush=True)
         shown = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         for log, _ in self._trackers:
             log(shown, values["step"])

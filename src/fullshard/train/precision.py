@@ -3,9 +3,11 @@
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Template
 from torch import nn
 
 from fullshard.errors import ConfigError
@@ -26,14 +28,7 @@ class Precision:
     fast_fp32: bool = False  # fp32 matrices are multiplied in TF32 (cuda) or HF32 (npu)
     loss_scale: float = 1.0  # at the first step; 1: none
 
-    @property
-    def line(self) -> str:
-        """The log's line: storage, compute, reduce and optimizer dtypes."""
-        compute = "tf32" if self.fast_fp32 else NAMES[self.compute]
-        line = f"precision {self.name}: storage {NAMES[self.master]} (frozen {NAMES[self.compute]}), compute {compute}"
-        line += f", reduce {NAMES[self.reduce]}, optimizer fp32"
-        line += f", loss scale {self.loss_scale:g} at first" * (self.loss_scale > 1)
-        return line + ", updates rounded stochastically" * (self.master != torch.float32)
+    line = property(lambda self: log_text("mode", self))  # for the log: storage, compute, reduce and optimizer dtypes
 
 
 MODES = {
@@ -44,6 +39,12 @@ MODES = {
     "bf16_pure": Precision("bf16_pure", torch.bfloat16, master=torch.bfloat16),
 }
 precision_of = MODES.__getitem__
+
+
+def log_text(macro: str, *facts: Any) -> str:
+    """What the log says of ``facts``, by a macro of log.txt."""
+    template = Template(Path(__file__).with_name("log.txt").read_text(encoding="utf-8"), trim_blocks=True)
+    return getattr(template.make_module({"names": NAMES}), macro)(*facts).strip()
 
 
 @dataclass
@@ -63,10 +64,8 @@ class LossScale:
             self.value *= 2 if good else 0.5
         return True
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What progress and metrics show; fp16 only."""
-        return {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 else {}
+    # what progress and metrics show; fp16 only
+    metrics = property(lambda self: {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 else {})
 
 
 def set_storage(model: nn.Module, precision: Precision) -> None:
@@ -84,20 +83,14 @@ def held_line(causal_lm: nn.Module, shards: list[Any], precision: Precision) -> 
         dtype, place = NAMES[shard.value.dtype], "whole" if is_adapter(shard.name) else "sharded"
         is_copy = shard.trainable and shard.value.dtype != precision.compute
         held[f"{dtype.upper()} copy" if is_copy else f"{dtype} weights", place] += shard.value.nbytes
-    parts = [f"{what} {_size(size)} on this rank ({place})" for (what, place), size in held.items()]
     units = [sum(_size_of_sharded(module) for module in unit) for unit in find_units(causal_lm)]
     root = _size_of_sharded(causal_lm) - sum(units)
-    most = "at most 2 units" + " and what lies outside them" * (root > 0)
-    gathered = _size((root + sum(sorted(units)[-2:])) * precision.compute.itemsize)
-    return f"{'; '.join(parts)}; {NAMES[precision.compute]} weights exist only while gathered, {most}, {gathered}"
+    gathered = (root + sum(sorted(units)[-2:])) * precision.compute.itemsize
+    return log_text("held", held, root > 0, gathered, precision.compute)
 
 
 def _size_of_sharded(module: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in module.named_parameters() if not is_adapter(f".{name}"))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def round_stochastically(values: torch.Tensor, start: int, key: str) -> torch.Tensor:
@@ -116,5 +109,4 @@ def unmoved_line(counts: Counter[tuple[str, str]], rate: float) -> str:
     """The log's line of ``take_step``'s counts: which groups' elements rounding to nearest would mostly leave."""
     share = {group: counts[group, "left"] / asked for (group, kind), asked in counts.items() if kind == "asked"}
     stuck = [f"{group} {left:.0%}" for group, left in share.items() if left > 0.5]
-    line = f"{len(stuck)} of {len(share)} parameter groups could not move at learning rate {rate:g} rounded to nearest"
-    return line + f" (share of their elements: {', '.join(stuck)})" * bool(stuck) + "; rounded stochastically they can"
+    return log_text("unmoved", len(share), stuck, rate)

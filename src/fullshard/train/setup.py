@@ -21,7 +21,7 @@ from fullshard.model.weight_map import WeightMap
 from fullshard.ranks import Ranks
 from fullshard.shard import Shard, ShardedModel, shard_model
 from fullshard.train.loss import LossModel
-from fullshard.train.precision import NAMES, Precision, set_storage
+from fullshard.train.precision import NAMES, Precision, log_text, set_storage
 
 LOSS_CHECK_TOKENS = 64
 LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the largest logit
@@ -67,10 +67,7 @@ def build_sharded(
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_storage_table(sharded, weights, precision), check_buffers(causal_lm, ranks)]
-    if config.train.router_loss:
-        report += ["router loss: part of the training loss, not of the held-out loss; it depends on how rows are split"]
-    elif hasattr(causal_lm, "router_aux_loss_coef"):
-        report += ["router loss: off; train.router_loss=true adds it, and then the loss depends on how rows are split"]
+    report += log_text("router", config.train.router_loss, hasattr(causal_lm, "router_aux_loss_coef")).splitlines()
     report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
     num_trainable = sum(size for size, trained in sizes if trained)
     return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report))
@@ -87,11 +84,7 @@ def _storage_table(sharded: ShardedModel, weights: WeightMap, precision: Precisi
         own_dtype = adapter and not hasattr(owner, "follows_input")  # embeddings, experts, DoRA: as PEFT does it
         compute = shard.value.dtype if own_dtype else precision.compute
         counts[group, file_dtype, NAMES[shard.value.dtype], NAMES[compute], shard.trainable] += 1
-    lines = ["parameters        tensors  files  at rest  compute  reduce  trained"]
-    for (group, file_dtype, dtype, compute, trained), count in counts.items():
-        reduced, last = (NAMES[precision.reduce], "yes") if trained else ("-", "frozen")
-        lines.append(f"{group:17} {count:7}  {file_dtype:5}  {dtype:7}  {compute:7}  {reduced:6}  {last}")
-    return lines
+    return log_text("storage", counts, precision.reduce).splitlines()
 
 
 def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
@@ -140,12 +133,8 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
         raise refusal("looks_ahead", family=type(model.causal_lm).__name__)
     difference = float((ours - own).abs().max() / largest)
     of_loss = abs(loss / own_loss - 1) if input_ids.shape[1] > 1 else 0.0  # one token has no target
-    differs = f"logits by {difference:.1e}, loss by {of_loss:.1e}"
-    if difference <= limit and of_loss <= limit:
-        return f"loss path: equal to the model's own on {labels.shape[1]} tokens (relative difference: {differs})"
     model.uses_own_logits = difference > limit
-    path = "the model's own logits are used, whole" if model.uses_own_logits else "cross-entropy of its logits is used"
-    return f"loss path: ours differs from the model's own ({differs}); {path}"
+    return log_text("loss_path", difference, of_loss, limit, labels.shape[1])
 
 
 @torch.no_grad()

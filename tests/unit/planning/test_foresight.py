@@ -24,7 +24,7 @@ from fullshard.planning.search import Machine, compare_plans, make_plan
 from fullshard.planning.speed import Rates
 
 ROOT = Path(__file__).parents[3]
-CPU = Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2), None)
+CPU = Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2))
 QWEN3_8B = 8_190_735_360
 K1 = 2 * 64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16  # embedding and head, two blocks, the last norm
 

@@ -16,8 +16,8 @@ from fullshard.planning.search import Machine, choose, longest_row, make_plan, m
 from fullshard.planning.speed import Rates
 from fullshard.planning.volume import Volume, read_volume
 
-CPU = Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2), None)
-GPU = Machine("cuda", 24_000_000_000, Rates(20e12, 150e12, 1), 31e9)
+CPU = Machine("cpu", 20_000_000_000, Rates(80e9, 1e9, 2))
+GPU = Machine("cuda", 24_000_000_000, Rates(20e12, 150e12, 1))
 
 
 @pytest.fixture
@@ -253,8 +253,8 @@ def test_steps_are_those_of_the_windows(recipe, epochs, batch):
 def test_work_counts_each_token_and_the_padding(recipe):
     config = recipe(train={"global_batch": "4 rows", "epochs": 2}, data={"max_length": 64})
     volume = Volume(np.full(8, 16, dtype=np.int64), 0.25, 64, False)
-    work, step = measure_work(config, 2, volume, (32, "tokens"))
-    assert (work.num_steps, *step) == (4, 4, 64, 1)
+    work = measure_work(config, 2, volume, (32, "tokens"))
+    assert (work.num_steps, *work.first) == (4, 4, 64, 1)
     assert work.padded_tokens == 4 * 32  # two rows of 16 a rank and step
     assert work.supervised_tokens == 4 * 64 * 0.25 / 2
     assert work.num_micro_batches == 4

@@ -152,18 +152,18 @@ def test_every_card_and_kernel_has_its_shares():
 def test_more_work_takes_longer_and_low_is_below_high():
     rates = Rates(50e9, 1e9, 2)
     here = {"on_cpu": True, "precision": "fp32", "num_ranks": 2}
-    full = run_seconds(SHAPE, WORK, job(**here), rates, None)
-    lora = run_seconds(SHAPE, WORK, job(**here, method="lora", adapters=1000), rates, None)
+    full = run_seconds(SHAPE, WORK, job(**here), rates)
+    lora = run_seconds(SHAPE, WORK, job(**here, method="lora", adapters=1000), rates)
     assert full[0] < full[1] and full[2] < full[3]
     assert lora[0] < full[0] and lora[1] < full[1]
-    crowded = run_seconds(SHAPE, WORK, job(**here | {"num_ranks": 4}), rates, None)
+    crowded = run_seconds(SHAPE, WORK, job(**here | {"num_ranks": 4}), rates)
     assert crowded[1] > full[1]  # four ranks on two cores are no faster each
 
 
 def test_a_cpu_step_by_hand():
     """2 ranks on 2 cores of 50 GFLOP/s: products at the timed rate, gloo's traffic, no elementwise kernels."""
     shares, work = EFFICIENCY["cpu"], job(on_cpu=True, precision="fp32", num_ranks=2)
-    step = run_seconds(SHAPE, WORK, work, Rates(50e9, 1e9, 2), None)[2:]
+    step = run_seconds(SHAPE, WORK, work, Rates(50e9, 1e9, 2))[2:]
     products = (6 * 1_000_000 * 1000 + 6 * 100_000 * 200) / 5  # of five steps
     scores = 7 * 50 * 100 * 2 * 1000 / 5
     compute = (products + scores) / (50e9 * shares["families"]["measured"]["matrices"])

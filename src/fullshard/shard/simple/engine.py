@@ -57,9 +57,8 @@ class Schedule:
         if not self._is_known:
             self._agree(unit)
             self.order.append(unit)
-        elif self._place == len(self.order) or self.order[self._place] is not unit:
-            expected = self.order[self._place].name if self._place < len(self.order) else "the end"
-            raise refusal("order_changed", unit=unit.name, expected=expected)
+        elif unit not in (due := self.order[self._place : self._place + 1]):
+            raise refusal("order_changed", unit=unit.name, expected=due[0].name if due else "the end")
         self._place += 1
 
     def end(self, root: Unit) -> None:
@@ -98,13 +97,15 @@ class SimpleShardedModel:
         self.module, self._reduce_each = model, reduce_each
         self.events: list[dict[str, Any]] | None = None
         self._device = device = device_of(mesh)
-        shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[1]]
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
-        self.num_ranks = shard_mesh.size()
+        self.num_ranks = mesh.size(-1)
         reduce_dtype = None if device.type == "cpu" else precision.reduce
         apart = tuple(map(tuple, mesh.mesh.view(-1, mesh.size(-1)).tolist()))
-        gather, reduce = Wire(shard_mesh.get_group(), device), Wire(_second_group(dist.group.WORLD, apart), device)
+        gather = Wire(mesh.get_group(mesh.ndim - 1), device)
+        reduce = Wire(_second_group(dist.group.WORLD, apart), device)
         self._wires = Wires(gather, reduce, reduce_dtype, self._note, in_later_replica(mesh))
+        self._units: list[Unit] = []
+        self._groups: list[Group] = []
         self._buffers: list[GatherBuffer] = []
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
@@ -117,28 +118,23 @@ class SimpleShardedModel:
     ) -> None:  # fmt: skip
         """Move every parameter into a group of its unit, and hang the hooks on the units' modules."""
         prefix = getattr(model, "name_prefix", "")
+        path = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
         names = {parameter: name.removeprefix(prefix) for name, parameter in model.named_parameters()}
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
         unit_of: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in names}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners[parameter].append((module, name))
-        path = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
-        for number, modules in enumerate(units):
-            for parameter in {parameter for module in modules for parameter in module.parameters()}:
-                unit_of[parameter].add(number)
-        self._units = []
+        for module in path:
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                owners[parameter].append((module, name))
         for number, modules in enumerate(units):  # [final norm, head] is kept: needed first thing in backward
             name, kept = " + ".join(path[module] for module in modules), len(modules) > 1
             self._units.append(Unit(name, number, "keep" if kept else strategy, modules))
+            for parameter in {parameter for module in modules for parameter in module.parameters()}:
+                unit_of[parameter].add(number)
         self._root = Unit("the rest", len(units), "keep" if strategy != "replicate" else strategy, [model])
         self._adapters = Unit("adapters", len(units) + 1, "replicate", [])
         self._units += [self._root, self._adapters]
         content: dict[tuple[int, bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter, numbers in unit_of.items():
-            if not parameter.is_floating_point():
-                raise refusal("no_float", name=names[parameter], dtype=parameter.dtype)
             alone = parameter in replicated
             number = self._adapters.number if alone else numbers.pop() if len(numbers) == 1 else self._root.number
             compute = parameter.dtype if alone else precision.compute
@@ -160,6 +156,7 @@ class SimpleShardedModel:
                 self._buffers.append(ring[-1])
             group = Group(unit, layout, dtype, ring[-1], trainable, self._wires)
             unit.groups.append(group)
+            self._groups.append(group)
             for place, parameter in enumerate(parameters):
                 group.fill(place, parameter)
                 slots[names[parameter]] = (group, place)
@@ -215,9 +212,8 @@ class SimpleShardedModel:
             if not is_whole:
                 self._in_backward = False
                 self._pending.clear()
-                groups = [group for unit in self._units for group in unit.groups]
                 for tidy in (Group.settle, Group.reset):  # nobody forgets before all are settled
-                    for group in groups:
+                    for group in self._groups:
                         tidy(group)
 
     def _agree(self, unit: Unit) -> None:
@@ -231,8 +227,7 @@ class SimpleShardedModel:
 
     def _note(self, what: str, unit: Unit) -> None:
         if self.events is not None:
-            groups = [group for each in self._units for group in each.groups]
-            full = [group.buffer.flat.nbytes for group in groups if group.phase in (Phase.GATHERING, Phase.LIVE)]
+            full = [group.buffer.flat.nbytes for group in self._groups if group.phase in (Phase.GATHERING, Phase.LIVE)]
             sizes = {"gathered_bytes": sum(full), "held_bytes": sum(buffer.held_bytes for buffer in self._buffers)}
             self.events.append({"seconds": time.perf_counter(), "what": what, "unit": unit.name, **sizes})
 
@@ -337,7 +332,7 @@ class SimpleShardedModel:
                 unit.free()
         if not self._last:
             return
-        for group in [group for unit in self._units for group in unit.groups if group.gradient_S is not None]:
+        for group in [group for group in self._groups if group.gradient_S is not None]:
             if self._replica_group is not None:
                 dist.all_reduce(group.gradient_S, group=self._replica_group)
             group.bind_gradients()

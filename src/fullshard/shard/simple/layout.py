@@ -22,10 +22,7 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+    size = property(lambda self: prod(self.shape))  # number of elements
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,8 @@ class Layout:
     num_ranks: int
     shard_elements: int  # S
 
-    @property
-    def total_elements(self) -> int:
-        """P: elements of the gathered buffer, padding included."""
-        return self.shard_elements * self.num_ranks
+    # P: elements of the gathered buffer, padding included
+    total_elements = property(lambda self: self.shard_elements * self.num_ranks)
 
     def own_range(self, slot: Slot, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the flattened parameter that ``rank`` holds; start == stop where none."""

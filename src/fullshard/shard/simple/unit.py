@@ -30,8 +30,11 @@ class GatherBuffer:
 
     def take(self, group: Group) -> torch.Tensor:
         """The buffer for ``group``; whoever used it last must be through with it."""
-        if self.user is not None and self.user is not group:
-            self.user.leave_buffer()
+        before = self.user
+        if before is not None and before is not group:
+            if before.phase is Phase.REDUCING:
+                before.finish_reduce()
+            assert before.phase is Phase.SHARDED, f"{before.unit.name} still uses its buffer ({before.phase.value})"
         if self.user is None:
             self._last = self.users[-1] if group is self.users[0] else self.users[0]
         self.user = group
@@ -49,10 +52,7 @@ class GatherBuffer:
         self.user = None
         self.flat.untyped_storage().resize_(0)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that the buffer has now."""
-        return self.flat.untyped_storage().nbytes()
+    held_bytes = property(lambda self: self.flat.untyped_storage().nbytes())  # of memory that the buffer has now
 
 
 class Phase(Enum):
@@ -85,7 +85,7 @@ class Group:
     ) -> None:
         self.unit, self.layout, self.buffer, self.trainable, self._wires = unit, layout, buffer, trainable, wires
         buffer.users.append(self)
-        self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
+        self.phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
         device = buffer.flat.device
         self.rank = wires.gather.rank
         self.shard_S = torch.zeros(layout.shard_elements, dtype=dtype, device=device)
@@ -107,16 +107,10 @@ class Group:
             start, stop = self.layout.own_range(self.layout.slots[place], self.rank)
             self.shards[place].copy_(whole.reshape(-1)[start:stop])
 
-    @property
-    def phase(self) -> Phase:
-        """Where the group's values are now."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, new: Phase) -> None:
-        """Only the transitions of ALLOWED; each is noted."""
-        assert (self._phase, new) in ALLOWED, f"{self.unit.name}: {self._phase.value} cannot become {new.value}"
-        before, self._phase = self._phase, new
+    def enter(self, new: Phase) -> None:
+        """Change the phase, by a transition of ALLOWED; each is noted."""
+        assert (self.phase, new) in ALLOWED, f"{self.unit.name}: {self.phase.value} cannot become {new.value}"
+        before, self.phase = self.phase, new
         for what in ALLOWED[before, new]:
             self._wires.note(what, self.unit)
 
@@ -126,32 +120,26 @@ class Group:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Begin to fill the buffer, unless that has begun."""
-        if self._phase is Phase.REDUCING:
+        if self.phase is Phase.REDUCING:
             self.finish_reduce()
-        if self._phase is Phase.SHARDED:
+        if self.phase is Phase.SHARDED:
             self._transfer = self._wires.gather.gather(self._pieces(self.buffer.take(self)), self.shard_S)
-            self.phase = Phase.GATHERING
+            self.enter(Phase.GATHERING)
 
     def gather(self) -> None:
         """Fill the buffer and wait until it is full."""
         self.start_gather()
-        if self._phase is Phase.GATHERING:
+        if self.phase is Phase.GATHERING:
             self._transfer.wait()
-            self.phase = Phase.LIVE
+            self.enter(Phase.LIVE)
 
     def free(self) -> None:
         """Forget the gathered values."""
-        if self._phase is Phase.GATHERING:  # prefetched and not used
+        if self.phase is Phase.GATHERING:  # prefetched and not used
             self.gather()
-        if self._phase is Phase.LIVE:
-            self.phase = Phase.SHARDED
+        if self.phase is Phase.LIVE:
+            self.enter(Phase.SHARDED)
             self.buffer.leave(self)
-
-    def leave_buffer(self) -> None:
-        """Called by the next user of the buffer."""
-        if self._phase is Phase.REDUCING:
-            self.finish_reduce()
-        assert self._phase is Phase.SHARDED, f"{self.unit.name} still uses its buffer ({self._phase.value})"
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -175,7 +163,7 @@ class Group:
             flat_P = self._pack()
         self._sent_WS = self._pieces(flat_P)
         self._transfer = self._wires.reduce.reduce(self._sent_WS)
-        self.phase = Phase.REDUCING
+        self.enter(Phase.REDUCING)
 
     def _pack(self) -> torch.Tensor:
         """The gradients in the group's buffer, or in one of the wire's dtype where that is another."""
@@ -199,12 +187,12 @@ class Group:
     @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the other ranks' parts and add them up; the buffer is free afterwards."""
-        if self._phase is not Phase.REDUCING:
+        if self.phase is not Phase.REDUCING:
             return
         total_S = self._wires.reduce.total(self._transfer, self._sent_WS)
         self.gradient_S = total_S if self.gradient_S is None else self.gradient_S.add_(total_S)
         self._transfer = self._sent_WS = None
-        self.phase = Phase.SHARDED
+        self.enter(Phase.SHARDED)
         self.buffer.leave(self)
 
     def bind_gradients(self) -> None:
@@ -221,7 +209,7 @@ class Group:
 
     def reset(self) -> None:
         """After an exception, when all is settled: forget gradients and gathered values."""
-        self._phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
+        self.phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
         self.accumulated_P = self.gradient_S = None
         for parameter in self.parameters:
             parameter.grad = None

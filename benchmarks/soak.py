@@ -7,7 +7,8 @@ at a random moment, one rank, all, or their launcher, during saves, too; every f
 number of ranks. Each is resumed until it ends; its losses must be those of the uninterrupted run: bit for bit at the
 same ranks, within 1e-5 at others; no process may be left. Damages: one byte flipped, a file cut or removed, over all
 files of checkpoints; `fullshard verify` must name the file. With --folder what is done is kept (soak.jsonl) and not
-done again. Written to benchmarks/results/soak_HARDWARE_DATE.json.
+done again. Written to
+benchmarks/results/soak_HARDWARE_DATE.json, unless there are few kills.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from measuring import ENVIRONMENT, hardware, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 STEPS = 40
+FULL_KILLS = 20  # fewer are a look, which leaves no result
 FULLSHARD = [sys.executable, "-m", "fullshard"]
 
 
@@ -196,7 +198,8 @@ def main() -> None:
     }  # fmt: skip
     command = f"python benchmarks/soak.py --kills {options.kills} --damages {options.damages} --seed {options.seed}"
     print(json.dumps(table, indent=2))
-    write("soak", command, {**hardware(), **table}, ("torch", "safetensors"))
+    if options.kills >= FULL_KILLS:
+        write("soak", command, {**hardware(), **table}, ("torch", "safetensors"))
     if not options.folder:
         shutil.rmtree(place)
     sys.exit(bool(table["not_fine"]))

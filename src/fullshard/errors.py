@@ -15,8 +15,7 @@ class UserError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = message, hint
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message

@@ -178,8 +178,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
             run_folder.clear(run, unfinished)
         left = set()
     if left - {unfinished.name}:
-        hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
-        raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
+        go_on = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
+        raise ConfigError(f"The output folder {run} exists already.", f"{go_on}output=ANOTHER_FOLDER")
     asked, config = config.model, with_model_folder(config)
     folder = Path(config.model.path)
     if folder.parent.name == "snapshots" and not asked.revision:  # huggingface_hub's cache: the folder is the commit
@@ -199,27 +199,25 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         values["model"]["path"] = str(folder.resolve())
         write_json(run / run_folder.CONFIG, values)
         packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
-        devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
-        write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
+        facts = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
+        facts |= {"torch_build": torch_version, "device": device_kind(), "devices": num_devices(), "cores": num_cores()}
+        write_json(run / run_folder.ENVIRONMENT, facts)
         with Console(quiet=quiet).status("preparing the data") as status:
             say = "preparing {}: {:,} rows".format
             account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(say(*at)))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)
-        plan = make_plan(config, ranks)
-        write_json(run / run_folder.PLAN, asdict(plan))
+        write_json(run / run_folder.PLAN, asdict(plan := make_plan(config, ranks)))
     except BaseException:
         run_folder.clear(run, unfinished)
         raise
     finally:
         lock.close()
     if not quiet:
-        if asked.path != config.model.path:
-            print(f"model: {asked.path} is {folder}")
+        fetched = [f"model: {asked.path} is {folder}"] if asked.path != config.model.path else []
         notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
-        print("\n".join([*notes, *account["report"], plan.to_summary()]))
+        print("\n".join([*fetched, *notes, *account["report"], plan.to_summary()]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -260,21 +258,19 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
                 child.send_signal(ASK_TO_STOP)
 
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0}
-    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, **meeting)
-    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
+    meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0, "nproc_per_node": ranks}
+    start = elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, **meeting), sys.executable)
     sys.stdout.flush()
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
     try:
-        elastic_launch(settings, sys.executable)(*arguments)
+        start("-m", "fullshard.launch", str(run), str(resume_step or 0), mode)
     except ChildFailedError as error:
         failure = _first_failure(run, error)
         if asked and not any((run / run_folder.ERRORS).glob("*.json")):  # asked before it could listen
             if asked[0] == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            anew = f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
-            command = f"resume {run}" if list_checkpoints(run) else anew
+            command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=NEW_FOLDER"
             failure = refusal("ended_from_outside", signal=asked[0], command=command)
         failure.exit_code = 128 + asked[0] if asked else failure.exit_code
         raise failure from None
@@ -386,13 +382,13 @@ def rank_main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
-        rank, known = int(os.environ.get("RANK", "0")), isinstance(error, UserError)
-        said = {"message": error.message, "hint": error.hint} if known else {"message": str(error), "hint": ""}
-        said["exit_code"] = error.exit_code if known else 1
-        record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
+        rank, known = int(os.environ.get("RANK", "0")), error if isinstance(error, UserError) else UserError(str(error))
+        code = known.exit_code if known is error else 1  # as the command line's
+        record = {"rank": rank, "type": type(error).__name__, "message": known.message, "hint": known.hint}
+        record |= {"exit_code": code, "time": time.time(), "traceback": traceback.format_exc()}
         (run / run_folder.ERRORS).mkdir(exist_ok=True)
-        write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
-        return said["exit_code"]  # as the command line's
+        write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record)
+        return code
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from fullshard.errors import TrainError, UserError, refusal
 COLLECTIVE_TIMEOUT_SECONDS = 600
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
+stop_ranks = dist.destroy_process_group
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,3 @@ def _name_attempt(store: dist.Store, rank: int, num_ranks: int, limit_seconds: f
             raise TrainError(f"Ranks {missing} have not joined.", "The output of their nodes says why.")
         time.sleep(0.02)
     return name
-
-
-def stop_ranks() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -62,8 +62,7 @@ def run_rank(
     run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool,
     signals: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints. ``signals`` ask it
-    to save and raise Stopped."""
+    """Train (or resume) ``run`` on this rank; rank 0 writes and prints. ``signals``: save, then raise Stopped."""
     set_fast_fp32(False)
     guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", signals)
     started = time.perf_counter()
@@ -162,9 +161,8 @@ class Trainer:
                 batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
-        peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
-        longest = f"trial step on the longest rows ({int(self.data.lengths.max())} tokens)"
-        self.log.say(f"{longest}: peak {peak / 1e9:.2f} GB a rank")
+        peak, longest = self.ranks.maximum(peak_memory_bytes(self.ranks.device)), int(self.data.lengths.max())
+        self.log.say(f"trial step on the longest rows ({longest} tokens): peak {peak / 1e9:.2f} GB a rank")
 
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
@@ -189,13 +187,12 @@ class Trainer:
         self.saver.wait()
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> int:
-        """One optimizer step over one window of whole documents; its supervised tokens divide the loss. Returns the
+        """One optimizer step over a window of whole documents, the loss divided by its supervised tokens. Returns the
         signal by which a rank was asked to stop, or 0."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
-        num_supervised = int(self.data.supervised[window].sum())
-        num_tokens = int(self.data.lengths[window].sum())
+        num_supervised, num_tokens = (int(of[window].sum()) for of in (self.data.supervised, self.data.lengths))
         if number == 1:
             spread = f"{counted(ranks.num_ranks, 'rank')} x {counted(len(layout), 'micro-batch', 'es')}"
             self.log.say(f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {spread}")
@@ -232,8 +229,7 @@ class Trainer:
         if problem:  # fp16 only: the weights, the optimizer and the schedule stay where they are
             self.optimizer.zero_grad(set_to_none=True)
             self.log.say(problem)
-            skipped = {"step": number, "epoch": epoch, "rows": len(window), "reason": problem}
-            self.log.record("skipped", **skipped, **self.scale.metrics)
+            self.log.record("skipped", step=number, epoch=epoch, rows=len(window), reason=problem, **self.scale.metrics)
             return round(asked)
         updates.clip_gradients(shards, norm, train.clip_norm)
         taken, peak = number - self.scale.skipped, self.config.learning_rate
@@ -307,8 +303,7 @@ class Trainer:
         beside, started = self.saves_beside and step < len(self.steps), time.perf_counter()
         if beside and self.ranks.device.type == "cpu":
             self.planned_bytes = self.planned_save_bytes
-        inputs = step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, beside
-        folder = self.saver.save(*inputs)
+        folder = self.saver.save(step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, beside)
         self.log.record("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - started)
 
     def resume(self, step: int) -> int:

@@ -60,9 +60,8 @@ class LossModel(nn.Module):
                 return logits_BSV
             loss = functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
             return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
-        output = find_decoder(self.causal_lm)(**arguments)
+        output, head = find_decoder(self.causal_lm)(**arguments), self.causal_lm.get_output_embeddings()
         hidden_BSH = output[0]
-        head = self.causal_lm.get_output_embeddings()
         if labels_BS is None:
             logits_BSV = head(hidden_BSH).float() * self._factor
             return torch.tanh(logits_BSV / self._cap) * self._cap if self._cap else logits_BSV
@@ -75,7 +74,7 @@ class LossModel(nn.Module):
         piece_rows = max(1, self.chunk_rows // PIECES)
         first = len(chosen) if len(chosen) <= self.chunk_rows else piece_rows
         turn = partial(loss_and_gradient, piece_rows=piece_rows, factor=self._factor, cap=self._cap)
-        loss = _TokenLoss.apply(head(hidden_NH[:first]), labels_N[:first], turn)
+        loss = _TokenLoss.apply(turn, labels_N[:first], head(hidden_NH[:first]))
         if first < len(chosen):
             trained = [weight for weight in head.parameters() if weight.requires_grad]
             cut = (head.forward, turn, self.chunk_rows, torch.is_grad_enabled())
@@ -116,17 +115,17 @@ class _TokenLoss(torch.autograd.Function):
     """Summed cross-entropy that writes its gradient over the head's output: one copy of it, ever."""
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: torch.Tensor, labels_C: torch.Tensor, turn: Callable[..., Any]) -> torch.Tensor:
-        ctx.gradient_CV = logits_CV.detach()
-        return turn(ctx.gradient_CV, labels_C)
+    def forward(ctx: Any, turn: Callable[..., Any], labels_C: torch.Tensor, logits_CV: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = [logits_CV.detach()]
+        return turn(ctx.gradients[0], labels_C)
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient_CV, ctx.gradient_CV = ctx.gradient_CV, None  # else it would live until the whole backward is over
-        return gradient_CV.mul_(outer), None, None
+        gradients, ctx.gradients = ctx.gradients, None  # else they would live until the whole backward is over
+        return None, None, *(gradient.mul_(outer) for gradient in gradients)
 
 
-class _HeadLoss(torch.autograd.Function):
+class _HeadLoss(_TokenLoss):
     """Head and cross-entropy chunk by chunk, forward and backward together: logits of one chunk exist at a time."""
 
     @staticmethod
@@ -148,11 +147,6 @@ class _HeadLoss(torch.autograd.Function):
             del logits_CV  # before the next chunk's come
         ctx.gradients = [torch.cat(hidden_gradients), *weight_gradients] if wanted else []
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(gradient.mul_(outer) for gradient in gradients)
 
 
 def find_router_loss(causal_lm: nn.Module) -> Any:
@@ -183,12 +177,11 @@ def held_out_loss(
     """Loss per supervised token over all rows, each exactly once. A collective call on all ranks."""
     if (num_tokens := int(data.supervised.sum())) == 0:
         raise DataError("The held-out rows have no supervised token.", "Look at them: fullshard prepare RECIPE")
-    window, longest = np.arange(len(data.lengths)), int(data.lengths.max())
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    window, total = np.arange(len(data.lengths)), torch.zeros((), dtype=torch.float32, device=device)
     was_training = loss_model.training
     loss_model.eval()
     with torch.no_grad():
-        for micro in lay_out(window, data.lengths, num_ranks, micro_batch, False, longest):
+        for micro in lay_out(window, data.lengths, num_ranks, micro_batch, False, int(data.lengths.max())):
             total += batch_loss(loss_model, make_batch(data, micro[rank], pad_id), device)
     loss_model.train(was_training)
     return float(sum_over_ranks(total)) / num_tokens

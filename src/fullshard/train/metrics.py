@@ -24,9 +24,8 @@ def start_tracker(name: str, run: Path) -> Tracker:
 
         to = SummaryWriter(run / "tensorboard")
         return lambda values, step: [to.add_scalar(key, value, step) for key, value in values.items()], to.close
-    module, named = import_module(name), {"name": run.name, "dir": run}
-    named = named if name == "wandb" else {"experiment_name": run.name, "logdir": str(run / "swanlab")}
-    module.init(project="fullshard", **named)
+    wandb, swanlab = {"name": run.name, "dir": run}, {"experiment_name": run.name, "logdir": str(run / "swanlab")}
+    (module := import_module(name)).init(project="fullshard", **(wandb if name == "wandb" else swanlab))
     return lambda values, step: module.log(values, step=step), module.finish
 
 

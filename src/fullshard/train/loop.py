@@ -30,13 +30,12 @@ from fullshard.train import optimizer as updates
 from fullshard.train.guard import Guard
 from fullshard.train.loss import batch_loss, held_out_loss
 from fullshard.train.metrics import MetricsLog, require_trackers
-from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
+from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
 RESULT = "result.json"
 PROOF_TOKENS = 16
 SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
-ROWS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,7 @@ def run_rank(
             losses = (trainer.last_loss, trainer.last_eval, first_eval)
             result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
-            ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
-            ending += f", {trainer.scale.skipped} skipped" if trainer.scale.skipped else ""
-            if trainer.planned_bytes:
-                ending += f"; peak {peak / 1e9:.2f} GB a rank, planned {trainer.planned_bytes / 1e9:.2f} GB"
-            log.say(f"trained {len(steps)} steps in {seconds:.0f} s: loss {trainer.last_loss:.4f}{ending}")
+            log.say(log_text("trained", result, trainer.scale.skipped, trainer.planned_bytes))
         ranks.barrier()  # the result is there for whoever returns from here
 
 
@@ -124,8 +119,7 @@ class Trainer:
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
-        size = f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained"
-        log.say(f"{size} ({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}, engine {engine}")
+        log.say(log_text("model", self.built, config.method, ranks, engine))
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
         for line in (self.precision.line, *self.built.report, held):
             log.say(line)
@@ -147,8 +141,7 @@ class Trainer:
         rate = timed_product(self.precision.compute, self.ranks.device.type)
         rate *= torch.get_num_threads() if self.ranks.device.type == "cpu" else 1
         self.flops_per_second = sum(self.ranks.gather_objects(rate))
-        ranks, speed = counted(self.ranks.num_ranks, "rank"), self.flops_per_second / 1e12
-        self.log.say(f"a matrix product, timed on {ranks} at once: {speed:.3g} TFLOP/s, what shares of peak refer to")
+        self.log.say(log_text("speed", self.ranks.num_ranks, self.flops_per_second))
 
     def _trial_step(self) -> None:
         """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
@@ -194,11 +187,10 @@ class Trainer:
         layout = self._layout(window)
         num_supervised, num_tokens = (int(of[window].sum()) for of in (self.data.supervised, self.data.lengths))
         if number == 1:
-            spread = f"{counted(ranks.num_ranks, 'rank')} x {counted(len(layout), 'micro-batch', 'es')}"
-            self.log.say(f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {spread}")
+            self.log.say(log_text("window", len(window), num_tokens, ranks.num_ranks, len(layout)))
         if num_supervised == 0:
             self.scale.skipped += 1
-            self.log.say(f"skipped step {number}: nothing in its {counted(len(window), 'row')} is supervised")
+            self.log.say(log_text("unsupervised", number, len(window)))
             self.log.record("skipped", step=number, epoch=epoch, rows=len(window), **self.scale.metrics)
             return 0
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
@@ -270,8 +262,7 @@ class Trainer:
         """Say which rows step ``number`` saw and save the state before it, ``aside`` where it stays. Collective."""
         places = [f"{row} ({self.data.origin(int(row))})" for row in window]
         self.log.record("bad_step", step=number, what=what, rows=places)
-        more = f" and {len(places) - ROWS_SHOWN} more, in {METRICS}" if len(places) > ROWS_SHOWN else ""
-        self.log.say(f"step {number}: {what}. Its rows: {', '.join(places[:ROWS_SHOWN])}{more}")
+        self.log.say(log_text("bad_step", number, what, places, METRICS))
         if not aside:
             self.optimizer.zero_grad(set_to_none=True)
         if number == 1:
@@ -353,8 +344,3 @@ def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks)
     facts["events"] = ranks.gather_objects(trainer.sharded.events)
     if ranks.is_first:
         write_json(run / TRACE, facts)
-
-
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """``counted(1, "rank")`` is "1 rank"; ``counted(31204, "token")`` is "31,204 tokens"."""
-    return f"{number:,} {noun}{'' if number == 1 else plural}"

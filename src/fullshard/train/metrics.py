@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fullshard.errors import refusal
+from fullshard.train.precision import log_text
 
 Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # (values, step), and the end
 STEPS_TO_JUDGE = 3  # after which the plan's memory and time stand beside what was measured
@@ -60,19 +61,13 @@ class MetricsLog:
         self.record("train", **values)
         self._step_seconds += values["seconds"]
         step, first, last = values["step"], self._first_step, self._num_steps
-        state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
-        state += f"  {values['share_of_peak']:.0%} of peak  {values['memory_bytes'] / 1e9:.1f} GB"
-        if "loss_scale" in values:
-            state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
-        self._bar.update(self._task, completed=step, state=state)
+        self._bar.update(self._task, completed=step, state=(state := log_text("state", values)))
         every = max(1, (last - first) // LINES_WITHOUT_TERMINAL)
         if self._bar.disable and (step % every == 0 or step in (first + 1, last)):
             left = self._step_seconds / (step - first) * (last - step)
             self.say(f"step {step}/{last}  {state}  {left:.0f} s left")
         if values.get("planned_seconds") and step == min(first + STEPS_TO_JUDGE, last):
-            low, high = values["planned_seconds"]
-            peak = f"peak {values['memory_bytes'] / 1e9:.2f} GB a rank, planned {values['planned_bytes'] / 1e9:.2f} GB"
-            self.say(f"step {step}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
+            self.say(log_text("against_plan", values))
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""

@@ -14,6 +14,8 @@ from fullshard.errors import ConfigError
 from fullshard.model.blocks import find_units, is_adapter
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LOG_TEXT = Path(__file__).with_name("log.txt").read_text(encoding="utf-8")
+LOG = Template(LOG_TEXT, trim_blocks=True).make_module({"names": NAMES})
 GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles
 
 
@@ -43,8 +45,7 @@ precision_of = MODES.__getitem__
 
 def log_text(macro: str, *facts: Any) -> str:
     """What the log says of ``facts``, by a macro of log.txt."""
-    template = Template(Path(__file__).with_name("log.txt").read_text(encoding="utf-8"), trim_blocks=True)
-    return getattr(template.make_module({"names": NAMES}), macro)(*facts).strip()
+    return getattr(LOG, macro)(*facts).strip()
 
 
 @dataclass

@@ -23,9 +23,7 @@ __all__ = ["__version__", *_PLACES]
 def __getattr__(name: str) -> Any:
     """Import a name of the API on first use. AttributeError for every other name."""
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version("fullshard")
+        return resolve_name("importlib.metadata:version")("fullshard")
     if name not in _PLACES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     return resolve_name(f"fullshard.{_PLACES[name]}")

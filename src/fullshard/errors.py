@@ -25,7 +25,7 @@ def _kind(name: str, meaning: str) -> type[UserError]:
     return type(name, (UserError,), {"__doc__": meaning, "__module__": __name__})
 
 
-ConfigError = _kind("ConfigError", "A recipe or override is wrong, or asks for what this machine or engine cannot honour.")
+ConfigError = _kind("ConfigError", "A recipe or override is wrong, or asks for what this machine or engine cannot do.")
 DataError = _kind("DataError", "The data cannot be used as it is.")
 ModelError = _kind("ModelError", "The model folder is incomplete, or it is of a kind that cannot be trained here.")
 PlanError = _kind("PlanError", "The job does not fit.")

@@ -244,8 +244,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _explain(problem: dict[str, Any]) -> str:
     place = [str(part) for part in problem["loc"] if not re.match(r"(str|float|DataFile)$|list\[", str(part))]
-    key = ".".join(place) or "recipe"
-    kind = problem["type"]
+    key, kind = ".".join(place) or "recipe", problem["type"]
     foreign = kind == "extra_forbidden" or (key, kind) == ("model", "model_type")
     if foreign and (answer := answer_word(key, problem["input"])):
         return answer

@@ -164,9 +164,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
-    from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import GENERATION_CONFIG, WeightFiles, build_on_meta, mended
-    from fullshard.model.weight_map import WeightMap
+    from fullshard.model import fetch, load, weight_map
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
@@ -180,12 +178,12 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     if left - {unfinished.name}:
         go_on = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{go_on}output=ANOTHER_FOLDER")
-    asked, config = config.model, with_model_folder(config)
+    asked, config = config.model, fetch.with_model_folder(config)
     folder = Path(config.model.path)
     if folder.parent.name == "snapshots" and not asked.revision:  # huggingface_hub's cache: the folder is the commit
         asked = asked.model_copy(update={"revision": folder.name})
-    model = build_on_meta(folder)
-    WeightMap(model, WeightFiles(folder), str(folder))
+    model = load.build_on_meta(folder)
+    weight_map.WeightMap(model, load.WeightFiles(folder), str(folder))
     if config.train.router_loss:
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
@@ -216,7 +214,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         lock.close()
     if not quiet:
         fetched = [f"model: {asked.path} is {folder}"] if asked.path != config.model.path else []
-        notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
+        notes = load.mended(read_json(folder / load.GENERATION_CONFIG, optional=True))[1]  # what a merge will change
         print("\n".join([*fetched, *notes, *account["report"], plan.to_summary()]))
 
 

@@ -29,7 +29,7 @@ from fullshard.shard import choose_engine
 from fullshard.train import optimizer as updates
 from fullshard.train.guard import Guard
 from fullshard.train.loss import batch_loss, held_out_loss
-from fullshard.train.metrics import MetricsLog, require_trackers
+from fullshard.train.metrics import MetricsLog
 from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
@@ -63,15 +63,13 @@ def run_rank(
 ) -> None:  # fmt: skip
     """Train (or resume) ``run`` on this rank; rank 0 writes and prints. ``signals``: save, then raise Stopped."""
     set_fast_fp32(False)
-    guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", signals)
+    guard = Guard(run / ERRORS, ranks.rank, signals)
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
     steps = windows_of_run(data.lengths, config.train)
     lock = claim_run(run) if ranks.is_first else nullcontext()
-    require_trackers(config.train.trackers)
-    trackers = config.train.trackers if ranks.is_first else []
-    log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, trackers)
+    log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, config.train.trackers)
     with lock, closing(log), closing(guard):
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log, guard)
         first_step = trainer.resume(resume) if resume else 0
@@ -98,11 +96,10 @@ class Trainer:
         held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog, guard: Guard,
     ) -> None:  # fmt: skip
         self.guard, self.saver = guard, Saver(run, ranks, config.train.keep_last, config.train.keep_best)
-        self.saves_beside = bool(plan.get("saves_beside"))
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log, self.packing = steps, log, config.data.packing
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
-        self.precision = precision_of(str(plan["precision"]))
+        self.saves_beside, self.precision = bool(plan.get("saves_beside")), precision_of(str(plan["precision"]))
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
@@ -180,8 +177,7 @@ class Trainer:
         self.saver.wait()
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> int:
-        """One optimizer step over a window of whole documents, the loss divided by its supervised tokens. Returns the
-        signal by which a rank was asked to stop, or 0."""
+        """One optimizer step over whole documents, whose supervised tokens divide the loss; the stop signal, or 0."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
@@ -330,8 +326,7 @@ def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks)
     data = open_prepared(run / PREPARED, "train")
     steps = windows_of_run(data.lengths, config.train)
     log = MetricsLog(run / METRICS, 1, 0, ranks.is_first, quiet=True)
-    guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", ())
-    trainer = Trainer(run, config, plan, ranks, data, None, steps, log, guard)
+    trainer = Trainer(run, config, plan, ranks, data, None, steps, log, Guard(run / ERRORS, ranks.rank, ()))
     epoch, window = next(step for step in steps if data.supervised[step[1]].any())
     trainer.prove_start()  # says how the loss is computed; here the order of the units is recorded
     trainer._step(1, epoch, window)  # here the optimizer's state comes to be

@@ -30,19 +30,15 @@ def start_tracker(name: str, run: Path) -> Tracker:
     return lambda values, step: module.log(values, step=step), module.finish
 
 
-def require_trackers(names: Sequence[str]) -> None:
-    """ConfigError where a tracker's package is not installed."""
-    if absent := [name for name in names if util.find_spec(name) is None]:
-        raise refusal("no_tracker", name=absent[0])
-
-
 class MetricsLog:
-    """Appends JSON lines to metrics.jsonl and keeps the progress bar. Silent on every rank but the first."""
+    """Appends to metrics.jsonl, moves the bar; silent where not ``active``. ConfigError: no package of a tracker."""
 
     def __init__(
         self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool, trackers: Sequence[str] = ()
     ) -> None:
-        self._trackers = [start_tracker(name, path.parent) for name in trackers]
+        if absent := [name for name in trackers if util.find_spec(name) is None]:
+            raise refusal("no_tracker", name=absent[0])
+        self._trackers = [start_tracker(name, path.parent) for name in trackers if active]
         self._console = Console(quiet=quiet or not active)
         self._num_steps, self._first_step, self._step_seconds = num_steps, first_step, 0.0
         self._file = open(path if active else os.devnull, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()

@@ -2,10 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -175,14 +173,8 @@ def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
             lines = ["recomputation: the model's own gradient checkpointing was on and is now off"]
     count = len(blocks) if recompute is True else min(int(recompute), len(blocks))
     for block in blocks[:count]:
-        block.forward = partial(_forward, block, block.forward)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # without gradients it only calls it
     return [*lines, f"recomputation: the first {count} of {len(blocks)} blocks"] if count else lines
-
-
-def _forward(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    if block.training and torch.is_grad_enabled():
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
-    return forward(*inputs, **named)
 
 
 class GradientReach:

@@ -18,6 +18,7 @@ _PLACES = {name: f"{module}:{name}" for module, names in _NAMES.items() for name
 _PLACES["prepare_data"] = "data.prepared:prepare"
 
 __all__ = ["__version__", *_PLACES]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> Any:
@@ -27,8 +28,3 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     return resolve_name(f"fullshard.{_PLACES[name]}")
-
-
-def __dir__() -> list[str]:
-    """The names of the API."""
-    return sorted(__all__)

@@ -227,8 +227,7 @@ def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfi
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    parts = key.split(".")
-    if not separator or not all(parts):
+    if not separator or not all(parts := key.split(".")):
         raise ConfigError(f"{override!r} is not an override.", "Write key=value, for example train.epochs=3")
     try:
         value = yaml.load(text, _RecipeLoader)

@@ -1,13 +1,12 @@
 """The only door to cuda, npu and cpu. Sources of what is said of npu: docs/ascend.md."""
 
 import functools
-import importlib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import util
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,7 @@ ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the 
 @functools.cache
 def load_npu_backend() -> None:
     """Import torch_npu where torch has not, but never beside another accelerator. ConfigError where that fails."""
-    if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
+    if "torch_npu" in sys.modules or torch.accelerator.is_available() or importlib.util.find_spec("torch_npu") is None:
         return
     hint = "Run CANN's set_env.sh first, see docs/ascend.md. On a machine without NPU: pip uninstall torch_npu"
     with Blame(ConfigError, "torch_npu is installed and cannot be loaded", hint):

@@ -42,8 +42,7 @@ ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM en
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
     """Train a recipe on ``ranks`` (default: all accelerators, else 2) in a new run folder: TrainResult or UserError."""
-    _check_ranks(ranks)
-    if _started_by_launcher():
+    if _started_by_launcher(ranks):
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
     prepare_run(config, ranks, quiet, text, [])
@@ -80,9 +79,8 @@ def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | No
 @contextmanager
 def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: int | None, mode: str) -> Iterator[Path]:
     """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails."""
-    if _started_by_launcher():
+    if _started_by_launcher(ranks):
         raise ConfigError("This starts its own ranks.", "Without torchrun: fullshard ... --ranks N")
-    _check_ranks(ranks)
     run = beside.absolute().with_name(f".{mode}_{uuid.uuid4().hex[:12]}")
     config, text = _read_recipe(recipe, [*overrides, "data.eval=null", f"output={run}"])
     prepare_run(config, ranks, True, text, [])
@@ -94,8 +92,7 @@ def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: in
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
     run = Path(run)
-    _check_ranks(ranks)
-    if _started_by_launcher():
+    if _started_by_launcher(ranks):
         from fullshard.ranks import start_ranks
 
         here = start_ranks()
@@ -142,19 +139,20 @@ def _step_to_resume(run: Path, step: int | None) -> int:
     return number
 
 
-def _check_ranks(ranks: int | None) -> None:
-    """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
-    started = os.environ["WORLD_SIZE"] if _started_by_launcher() else None
+def _started_by_launcher(ranks: int | None = None) -> bool:
+    """Whether torchrun or the like started this process; refuses ``ranks`` that it, or this machine, cannot give."""
+    started = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     if started and ranks not in (None, int(started)):
         raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
     if started or ranks is None:
-        return
+        return bool(started)
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
     from fullshard.device import num_devices
 
     if 0 < (most := num_devices()) < ranks:
         raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
+    return False
 
 
 def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
@@ -225,10 +223,6 @@ def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, s
         return config, Path(recipe).read_text(encoding="utf-8")
     values = config.model_dump(mode="json", exclude_unset=True)
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _started_by_launcher() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def speaks() -> bool:

@@ -128,11 +128,10 @@ class Ranks:
 
 def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
     """Join the process group that the launcher's environment variables describe. CPU threads: cores // local ranks."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local, limit = int(os.environ.get("LOCAL_RANK", "0")), timedelta(seconds=limit_seconds)
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
-    limit = timedelta(seconds=limit_seconds)
     try:
         if not dist.is_initialized():
             store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))

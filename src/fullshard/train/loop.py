@@ -118,7 +118,7 @@ class Trainer:
         engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
         log.say(log_text("model", self.built, config.method, ranks, engine))
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
-        for line in (self.precision.line, *self.built.report, held):
+        for line in (log_text("mode", self.precision), *self.built.report, held):
             log.say(line)
 
     def prove_start(self) -> None:
@@ -142,8 +142,7 @@ class Trainer:
 
     def _trial_step(self) -> None:
         """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
-        longest = np.argsort(-self.data.lengths, kind="stable")
-        window = longest[: max(1, max(len(window) for _, window in self.steps[:1]))]
+        window = np.argsort(-self.data.lengths, kind="stable")[: max(1, len(self.steps[0][1]))]
         layout = self._layout(window)
         batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
         for last in (False, True)[len(layout) < 2 :]:  # accumulation keeps whole gradients: part of the worst
@@ -157,8 +156,7 @@ class Trainer:
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
         train = self.config.train
-        for number in range(first_step + 1, len(self.steps) + 1):
-            epoch, window = self.steps[number - 1]
+        for number, (epoch, window) in enumerate(self.steps[first_step:], first_step + 1):
             self.guard.beat()
             asked = self._step(number, epoch, window)
             last = number == len(self.steps)

@@ -30,8 +30,6 @@ class Precision:
     fast_fp32: bool = False  # fp32 matrices are multiplied in TF32 (cuda) or HF32 (npu)
     loss_scale: float = 1.0  # at the first step; 1: none
 
-    line = property(lambda self: log_text("mode", self))  # for the log: storage, compute, reduce and optimizer dtypes
-
 
 MODES = {
     "fp32": Precision("fp32", torch.float32),

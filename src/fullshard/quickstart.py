@@ -98,10 +98,8 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> di
 
 def choose_eval(num_rows: int) -> float | None:
     """Share of the rows to set apart: about 5 %, ten rows of a small file, at most 2,000; none below 10 rows."""
-    if num_rows < 10:
-        return None
     if num_rows < 200:
-        return min(0.2, round(10 / num_rows, 2))
+        return min(0.2, round(10 / num_rows, 2)) if num_rows >= 10 else None
     return 0.05 if num_rows <= 40_000 else max(0.0001, float(f"{2000 / num_rows:.1g}"))
 
 

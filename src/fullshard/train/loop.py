@@ -79,8 +79,7 @@ def run_rank(
         trainer.train(first_step)
         peak = int(ranks.maximum(trainer.peak_bytes))
         if ranks.is_first:
-            seconds = time.perf_counter() - started
-            speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
+            seconds, speed = time.perf_counter() - started, trainer.tokens_done / max(trainer.step_seconds, 1e-9)
             losses = (trainer.last_loss, trainer.last_eval, first_eval)
             result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})

@@ -155,9 +155,8 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
 
 def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
-    packed = any(len(lengths) > 1 for lengths in batch.lengths)
+    packed, documents = any(len(lengths) > 1 for lengths in batch.lengths), None
     tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
-    documents = None
     if packed and loss_model.attends_by_document:  # one sequence without any pad
         real = batch.attention_mask.bool()
         tensors = [tensor[real][None] for tensor in tensors]

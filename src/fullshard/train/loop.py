@@ -178,7 +178,7 @@ class Trainer:
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
-        num_supervised, num_tokens = (int(of[window].sum()) for of in (self.data.supervised, self.data.lengths))
+        num_supervised, num_tokens = (int(each[window].sum()) for each in (self.data.supervised, self.data.lengths))
         if number == 1:
             self.log.say(log_text("window", len(window), num_tokens, ranks.num_ranks, len(layout)))
         if num_supervised == 0:

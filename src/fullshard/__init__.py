@@ -18,19 +18,13 @@ _PLACES = {name: f"{module}:{name}" for module, names in _NAMES.items() for name
 _PLACES["prepare_data"] = "data.prepared:prepare"
 
 __all__ = ["__version__", *_PLACES]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of the API on first use. AttributeError for every other name."""
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version("fullshard")
+        return resolve_name("importlib.metadata:version")("fullshard")
     if name not in _PLACES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     return resolve_name(f"fullshard.{_PLACES[name]}")
-
-
-def __dir__() -> list[str]:
-    """The names of the API."""
-    return sorted(__all__)

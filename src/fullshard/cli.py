@@ -54,10 +54,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
     if wanted:
-        from fullshard.config import RunConfig
-
-        version = f"fullshard {fullshard.__version__}"
-        print(version if option.name == "version" else _json_text(RunConfig.model_json_schema()))
+        schema = resolve_name("fullshard.config:RunConfig.model_json_schema")
+        print(f"fullshard {fullshard.__version__}" if option.name == "version" else _json_text(schema()))
         raise typer.Exit
 
 
@@ -74,15 +72,9 @@ def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Calla
     def run(**given: Any) -> None:
         as_json = given.pop("json_output", given.get("quiet", False))
         said = verb(**{key: value for key, value in given.items() if key not in ("debug", "schema", "version")})
-        if (result := next(said, None)) is None:
-            return
-        from rich.console import Console
-
-        from fullshard.launch import speaks
-
-        if speaks():
+        if (result := next(said, None)) is not None and resolve_name("fullshard.launch:speaks")():
             for part in [_json_text(result)] if as_json else said:
-                print(part) if isinstance(part, str) else Console().print(part)
+                print(part) if isinstance(part, str) else resolve_name("rich.console:Console")().print(part)
             if not getattr(result, "healthy", True):
                 raise typer.Exit(2)
 
@@ -119,8 +111,7 @@ def _plan(recipe: str, overrides: list[str], probe: bool, **options: Any) -> Ite
     page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
     yield made
     yield made.to_text(explain=True) if explain else made.to_text()
-    if page:
-        yield f"Page: {page}"
+    yield from [f"Page: {page}"] if page else []
 
 
 def _eval(models: list[str], data: str | None, show: int, **options: Any) -> Iterator[Any]:

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.types import JsonValue
+from pydantic import BaseModel, Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, refusal
 from fullshard.words import answer_word
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
-QUANTITY = re.compile(r"^\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$")
 
 
 def parse_quantity(text: str) -> tuple[int, str]:
     """``"64 rows"`` -> (64, "rows"); ``"65536 tokens"`` -> (65536, "tokens"). ValueError where the unit is missing."""
-    match = QUANTITY.match(text) if isinstance(text, str) else None
+    match = re.match(r"\s*([0-9][0-9_,]*)\s+(rows|tokens)\s*$", text) if isinstance(text, str) else None
     if not match or int(re.sub("[_,]", "", match.group(1))) < 1:
         raise ValueError(f'needs a count of at least 1 and its unit, "64 rows" or "65536 tokens"; it is {text!r}')
     return int(re.sub("[_,]", "", match.group(1))), match.group(2)
@@ -29,7 +27,7 @@ def parse_quantity(text: str) -> tuple[int, str]:
 class Section(BaseModel):
     """A part of the recipe: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = {"frozen": True, "extra": "forbid", "allow_inf_nan": False}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -123,18 +121,15 @@ class TrainSection(Section):
     router_loss: bool = False
     seed: int = Field(0, ge=0, le=2**62)
 
-    @field_validator("global_batch", "micro_batch", mode="before")
+    @field_validator("global_batch", "micro_batch", "recompute", mode="before")
     @classmethod
-    def _has_unit(cls, value: str | None) -> str | None:
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> object:
+        """Batches have a unit. recompute's older words; YAML reads a bare ``on`` or ``off`` as a truth value."""
+        if info.field_name == "recompute":
+            return {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}.get(str(value), value)
         if value is not None:
             parse_quantity(value)
         return value
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _yaml_switch(cls, value: object) -> object:
-        """The older words; YAML reads a bare ``on`` or ``off`` as a truth value."""
-        return {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}.get(str(value), value)
 
 
 class RunConfig(Section):
@@ -166,10 +161,8 @@ class RunConfig(Section):
             raise ValueError("the section lora is set but method is full; remove it or set method: lora")
         return self
 
-    @property
-    def learning_rate(self) -> float:
-        """Peak learning rate: the recipe's, else 1e-4 for LoRA and 1e-5 for full fine-tuning."""
-        return self.train.learning_rate or (1e-4 if self.method == "lora" else 1e-5)
+    # peak: the recipe's, else 1e-4 for LoRA and 1e-5 for full fine-tuning
+    learning_rate = property(lambda self: self.train.learning_rate or (1e-4 if self.method == "lora" else 1e-5))
 
     @property
     def train_files(self) -> list[DataFile]:
@@ -228,15 +221,13 @@ def config_from_dict(values: dict[str, Any], origin: str = "recipe") -> RunConfi
         return RunConfig.model_validate(values)
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
-        lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
-        found = f"{origin}: {len(problems)} problem{'s' * (len(problems) > 1)}\n{lines}"
-        raise ConfigError(found, "All keys with their meaning: fullshard train --schema") from None
+        lines, count = "\n  - ".join(dict.fromkeys(problems)), f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        raise refusal("wrong_recipe", origin=origin, count=count, lines=lines) from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    parts = key.split(".")
-    if not separator or not all(parts):
+    if not separator or not all(parts := key.split(".")):
         raise ConfigError(f"{override!r} is not an override.", "Write key=value, for example train.epochs=3")
     try:
         value = yaml.load(text, _RecipeLoader)
@@ -246,15 +237,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         place[part] = {} if place.get(part) is None else place[part]
         if not isinstance(place := place[part], dict):
-            found = f"{part} is {reprlib.repr(place)} in the recipe, not a section."
-            raise ConfigError(f"{override!r}: {found}", "Mend it there.")
+            raise refusal("no_section", override=override, part=part, found=reprlib.repr(place))
     place[parts[-1]] = value
 
 
 def _explain(problem: dict[str, Any]) -> str:
     place = [str(part) for part in problem["loc"] if not re.match(r"(str|float|DataFile)$|list\[", str(part))]
-    key = ".".join(place) or "recipe"
-    kind = problem["type"]
+    key, kind = ".".join(place) or "recipe", problem["type"]
     foreign = kind == "extra_forbidden" or (key, kind) == ("model", "model_type")
     if foreign and (answer := answer_word(key, problem["input"])):
         return answer
@@ -269,7 +258,5 @@ def _explain(problem: dict[str, Any]) -> str:
     if (refused := TEXTS["refused"].get(key)) and str(problem["input"]).lower() in refused["values"]:
         return f"{key}: {problem['input']} is refused: {refused['reason']}"
     message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if kind == "value_error" or key == "recipe":
-        return message if key == "recipe" else f"{key}: {message}"
-    return f"{key}: {message}; it is {reprlib.repr(problem['input'])}"
+    message = ("" if key == "recipe" else f"{key}: ") + message[0].lower() + message[1:]
+    return message if kind == "value_error" or key == "recipe" else f"{message}; it is {reprlib.repr(problem['input'])}"

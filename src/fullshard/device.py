@@ -1,13 +1,12 @@
 """The only door to cuda, npu and cpu. Sources of what is said of npu: docs/ascend.md."""
 
 import functools
-import importlib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import util
 from pathlib import Path
 
 import psutil
@@ -17,13 +16,14 @@ from torch.nn.attention.varlen import varlen_attn
 from fullshard.errors import Blame, ConfigError, refusal
 
 HOST_BACKEND = "gloo"  # carries CPU tensors and Python objects, whatever the device
+device_memory = torch.accelerator.get_memory_info  # free and total bytes of an accelerator, by index (default: own)
 ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the one that cpu, cuda and npu all bring
 
 
 @functools.cache
 def load_npu_backend() -> None:
     """Import torch_npu where torch has not, but never beside another accelerator. ConfigError where that fails."""
-    if "torch_npu" in sys.modules or torch.accelerator.is_available() or util.find_spec("torch_npu") is None:
+    if "torch_npu" in sys.modules or torch.accelerator.is_available() or importlib.util.find_spec("torch_npu") is None:
         return
     hint = "Run CANN's set_env.sh first, see docs/ascend.md. On a machine without NPU: pip uninstall torch_npu"
     with Blame(ConfigError, "torch_npu is installed and cannot be loaded", hint):
@@ -78,18 +78,12 @@ def device_name(index: int = 0) -> str:
     return torch.get_device_module(device_kind()).get_device_name(index)
 
 
-def device_memory(index: int = 0) -> tuple[int, int]:
-    """Free and total bytes of an accelerator."""
-    return torch.accelerator.get_memory_info(index)
-
-
 def torch_build() -> str:
     """What torch was built for: ``CUDA 12.8``, ``ROCm 6.4``, ``CPU``, ``CPU + torch_npu 2.13.0``."""
     if found := torch.version.cuda or torch.version.hip:
         return f"{'CUDA' if torch.version.cuda else 'ROCm'} {found}"
     load_npu_backend()
-    torch_npu = sys.modules.get("torch_npu")
-    return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
+    return f"CPU + torch_npu {sys.modules['torch_npu'].__version__}" if "torch_npu" in sys.modules else "CPU"
 
 
 def why_unused() -> str:
@@ -153,8 +147,7 @@ def set_fast_fp32(fast: bool) -> None:
     torch.set_float32_matmul_precision("high" if fast else "highest")
     torch.backends.cudnn.allow_tf32 = fast
     if device_kind() == "npu":
-        torch.npu.matmul.allow_hf32 = fast
-        torch.npu.conv.allow_hf32 = fast
+        torch.npu.matmul.allow_hf32 = torch.npu.conv.allow_hf32 = fast
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
@@ -164,9 +157,8 @@ def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., 
 
 def collective_backend(kind: str) -> str:
     """The backend string for ``init_process_group``: gloo on CPU; accelerators also keep gloo for CPU tensors."""
-    if kind == "cpu":
-        return HOST_BACKEND
-    return f"cpu:{HOST_BACKEND},{kind}:{torch.distributed.get_default_backend_for_device(kind)}"
+    own = f"{kind}:{torch.distributed.get_default_backend_for_device(kind)}"
+    return HOST_BACKEND if kind == "cpu" else f"cpu:{HOST_BACKEND},{own}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

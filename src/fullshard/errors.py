@@ -15,45 +15,24 @@ class UserError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = message, hint
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
-class ConfigError(UserError):
-    """The recipe or an override is wrong, or asks for something this machine or engine cannot honour."""
+def _kind(name: str, meaning: str) -> type[UserError]:
+    return type(name, (UserError,), {"__doc__": meaning, "__module__": __name__})
 
 
-class DataError(UserError):
-    """The data cannot be used as it is."""
-
-
-class ModelError(UserError):
-    """The model folder is incomplete, or the model is of a kind that cannot be trained here."""
-
-
-class PlanError(UserError):
-    """The job does not fit."""
-
-
-class CheckpointError(UserError):
-    """A checkpoint is missing, incomplete or does not belong to this run."""
-
-
-class MergeError(UserError):
-    """The merged folder could not be made or could not be proven equal to the training state."""
-
-
-class TrainError(UserError):
-    """Training had to stop (a rank failed, a value is not finite)."""
-
-
-class Stopped(UserError):
-    """A run that was asked to stop, and has saved its state first. Exit code: 128 and the signal's number."""
-
-
+ConfigError = _kind("ConfigError", "A recipe or override is wrong, or asks for what this machine or engine cannot do.")
+DataError = _kind("DataError", "The data cannot be used as it is.")
+ModelError = _kind("ModelError", "The model folder is incomplete, or it is of a kind that cannot be trained here.")
+PlanError = _kind("PlanError", "The job does not fit.")
+CheckpointError = _kind("CheckpointError", "A checkpoint is missing, incomplete or does not belong to this run.")
+MergeError = _kind("MergeError", "The merged folder could not be made, or not be proven equal to the training state.")
+TrainError = _kind("TrainError", "Training had to stop (a rank failed, a value is not finite).")
+Stopped = _kind("Stopped", "The run was asked to stop and has saved its state. Exit code: 128 and the signal's number.")
 ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}
 
 

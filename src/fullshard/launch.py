@@ -42,8 +42,7 @@ ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM en
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:
     """Train a recipe on ``ranks`` (default: all accelerators, else 2) in a new run folder: TrainResult or UserError."""
-    _check_ranks(ranks)
-    if _started_by_launcher():
+    if _started_by_launcher(ranks):
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
     prepare_run(config, ranks, quiet, text, [])
@@ -80,9 +79,8 @@ def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | No
 @contextmanager
 def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: int | None, mode: str) -> Iterator[Path]:
     """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails."""
-    if _started_by_launcher():
+    if _started_by_launcher(ranks):
         raise ConfigError("This starts its own ranks.", "Without torchrun: fullshard ... --ranks N")
-    _check_ranks(ranks)
     run = beside.absolute().with_name(f".{mode}_{uuid.uuid4().hex[:12]}")
     config, text = _read_recipe(recipe, [*overrides, "data.eval=null", f"output={run}"])
     prepare_run(config, ranks, True, text, [])
@@ -94,8 +92,7 @@ def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: in
 def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
     run = Path(run)
-    _check_ranks(ranks)
-    if _started_by_launcher():
+    if _started_by_launcher(ranks):
         from fullshard.ranks import start_ranks
 
         here = start_ranks()
@@ -142,19 +139,20 @@ def _step_to_resume(run: Path, step: int | None) -> int:
     return number
 
 
-def _check_ranks(ranks: int | None) -> None:
-    """Refuse a number of ranks that this machine cannot start, and under torchrun any but that of its ranks."""
-    started = os.environ["WORLD_SIZE"] if _started_by_launcher() else None
+def _started_by_launcher(ranks: int | None = None) -> bool:
+    """Whether torchrun or the like started this process; refuses ``ranks`` that it, or this machine, cannot give."""
+    started = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     if started and ranks not in (None, int(started)):
         raise ConfigError(f"--ranks {ranks}, but {started} ranks are started here.", "Leave --ranks out here.")
     if started or ranks is None:
-        return
+        return bool(started)
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
     from fullshard.device import num_devices
 
     if 0 < (most := num_devices()) < ranks:
         raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
+    return False
 
 
 def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
@@ -164,9 +162,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
-    from fullshard.model.fetch import with_model_folder
-    from fullshard.model.load import GENERATION_CONFIG, WeightFiles, build_on_meta, mended
-    from fullshard.model.weight_map import WeightMap
+    from fullshard.model import fetch, load, weight_map
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
@@ -178,14 +174,14 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
             run_folder.clear(run, unfinished)
         left = set()
     if left - {unfinished.name}:
-        hint = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
-        raise ConfigError(f"The output folder {run} exists already.", f"{hint}output=ANOTHER_FOLDER")
-    asked, config = config.model, with_model_folder(config)
+        go_on = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
+        raise ConfigError(f"The output folder {run} exists already.", f"{go_on}output=ANOTHER_FOLDER")
+    asked, config = config.model, fetch.with_model_folder(config)
     folder = Path(config.model.path)
     if folder.parent.name == "snapshots" and not asked.revision:  # huggingface_hub's cache: the folder is the commit
         asked = asked.model_copy(update={"revision": folder.name})
-    model = build_on_meta(folder)
-    WeightMap(model, WeightFiles(folder), str(folder))
+    model = load.build_on_meta(folder)
+    weight_map.WeightMap(model, load.WeightFiles(folder), str(folder))
     if config.train.router_loss:
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
@@ -199,27 +195,25 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         values["model"]["path"] = str(folder.resolve())
         write_json(run / run_folder.CONFIG, values)
         packages = {name: version(name) for name in ("fullshard", "torch", "transformers", "peft", "safetensors")}
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
-        devices = {"device": device_kind(), "devices": num_devices(), "cores": num_cores()}
-        write_json(run / run_folder.ENVIRONMENT, {**machine, "torch_build": torch_version, **devices})
+        facts = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
+        facts |= {"torch_build": torch_version, "device": device_kind(), "devices": num_devices(), "cores": num_cores()}
+        write_json(run / run_folder.ENVIRONMENT, facts)
         with Console(quiet=quiet).status("preparing the data") as status:
             say = "preparing {}: {:,} rows".format
             account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(say(*at)))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)
-        plan = make_plan(config, ranks)
-        write_json(run / run_folder.PLAN, asdict(plan))
+        write_json(run / run_folder.PLAN, asdict(plan := make_plan(config, ranks)))
     except BaseException:
         run_folder.clear(run, unfinished)
         raise
     finally:
         lock.close()
     if not quiet:
-        if asked.path != config.model.path:
-            print(f"model: {asked.path} is {folder}")
-        notes = mended(read_json(folder / GENERATION_CONFIG, optional=True))[1]  # what a merge will change there
-        print("\n".join([*notes, *account["report"], plan.to_summary()]))
+        fetched = [f"model: {asked.path} is {folder}"] if asked.path != config.model.path else []
+        notes = load.mended(read_json(folder / load.GENERATION_CONFIG, optional=True))[1]  # what a merge will change
+        print("\n".join([*fetched, *notes, *account["report"], plan.to_summary()]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -229,10 +223,6 @@ def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, s
         return config, Path(recipe).read_text(encoding="utf-8")
     values = config.model_dump(mode="json", exclude_unset=True)
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _started_by_launcher() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def speaks() -> bool:
@@ -260,21 +250,19 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
                 child.send_signal(ASK_TO_STOP)
 
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0}
-    settings = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, **meeting)
-    arguments = ["-m", "fullshard.launch", str(run), str(resume_step or 0), mode]
+    meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0, "nproc_per_node": ranks}
+    start = elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, **meeting), sys.executable)
     sys.stdout.flush()
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
     try:
-        elastic_launch(settings, sys.executable)(*arguments)
+        start("-m", "fullshard.launch", str(run), str(resume_step or 0), mode)
     except ChildFailedError as error:
         failure = _first_failure(run, error)
         if asked and not any((run / run_folder.ERRORS).glob("*.json")):  # asked before it could listen
             if asked[0] == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            anew = f"train {run / run_folder.RECIPE} output=ANOTHER_FOLDER"
-            command = f"resume {run}" if list_checkpoints(run) else anew
+            command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=NEW_FOLDER"
             failure = refusal("ended_from_outside", signal=asked[0], command=command)
         failure.exit_code = 128 + asked[0] if asked else failure.exit_code
         raise failure from None
@@ -386,13 +374,13 @@ def rank_main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
-        rank, known = int(os.environ.get("RANK", "0")), isinstance(error, UserError)
-        said = {"message": error.message, "hint": error.hint} if known else {"message": str(error), "hint": ""}
-        said["exit_code"] = error.exit_code if known else 1
-        record = {"rank": rank, "type": type(error).__name__, **said, "time": time.time()}
+        rank, known = int(os.environ.get("RANK", "0")), error if isinstance(error, UserError) else UserError(str(error))
+        code = known.exit_code if known is error else 1  # as the command line's
+        record = {"rank": rank, "type": type(error).__name__, "message": known.message, "hint": known.hint}
+        record |= {"exit_code": code, "time": time.time(), "traceback": traceback.format_exc()}
         (run / run_folder.ERRORS).mkdir(exist_ok=True)
-        write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record | {"traceback": traceback.format_exc()})
-        return said["exit_code"]  # as the command line's
+        write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record)
+        return code
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.data.workers import BatchRenderer
 from fullshard.device import release_memory
-from fullshard.errors import Blame, ConfigError, PlanError, UserError
+from fullshard.errors import Blame, ConfigError, PlanError, refusal
 from fullshard.launch import check_machine
 from fullshard.model.fetch import default_model_folder, ensure_default_model, fetch_model
 from fullshard.model.load import read_config
@@ -98,10 +98,8 @@ def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> di
 
 def choose_eval(num_rows: int) -> float | None:
     """Share of the rows to set apart: about 5 %, ten rows of a small file, at most 2,000; none below 10 rows."""
-    if num_rows < 10:
-        return None
     if num_rows < 200:
-        return min(0.2, round(10 / num_rows, 2))
+        return min(0.2, round(10 / num_rows, 2)) if num_rows >= 10 else None
     return 0.05 if num_rows <= 40_000 else max(0.0001, float(f"{2000 / num_rows:.1g}"))
 
 
@@ -138,8 +136,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
         report = check_machine()
     print(report.to_text())
     if failed := [check for check in report.checks if check.ok == "fail"]:
-        names = ", ".join(check.name for check in failed)
-        raise UserError(f"This machine is not ready: {names}.", "\n".join(check.fix for check in failed))
+        raise refusal("not_ready", name=", ".join(one.name for one in failed), fix="\n".join(one.fix for one in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = _fill_recipe(folder, run)
     console.print(f"\n[bold]2 Plan[/]  recipe: {escape(str(recipe))}")
@@ -159,8 +156,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
         merged = fullshard.merge_run(trained.run, progress=lambda text: status.update(text))
     print(merged.to_text())
     console.print("\n[bold]6 Before and after, on questions that training never saw[/]")
-    tuned = _evaluate(merged.folder, console)
-    tuned = {language: replace(found, base=base[language]) for language, found in tuned.items()}
+    tuned = {language: replace(one, base=base[language]) for language, one in _evaluate(merged.folder, console).items()}
     console.print(_answer_table(tuned))
     places = {"run": str(trained.run), "recipe": str(recipe), "merged": str(merged.folder)}
     result: dict[str, Any] = places | {"seconds": round(time.monotonic() - started, 1)}

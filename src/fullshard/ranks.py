@@ -23,6 +23,7 @@ from fullshard.errors import TrainError, UserError, refusal
 COLLECTIVE_TIMEOUT_SECONDS = 600
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
 BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
+stop_ranks = dist.destroy_process_group
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,10 @@ class Ranks:
 
 def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
     """Join the process group that the launcher's environment variables describe. CPU threads: cores // local ranks."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local, limit = int(os.environ.get("LOCAL_RANK", "0")), timedelta(seconds=limit_seconds)
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
-    limit = timedelta(seconds=limit_seconds)
     try:
         if not dist.is_initialized():
             store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
@@ -164,9 +164,3 @@ def _name_attempt(store: dist.Store, rank: int, num_ranks: int, limit_seconds: f
             raise TrainError(f"Ranks {missing} have not joined.", "The output of their nodes says why.")
         time.sleep(0.02)
     return name
-
-
-def stop_ranks() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

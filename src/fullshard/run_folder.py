@@ -39,10 +39,8 @@ def claim_run(run: Path, doing: str = "trained") -> IO[str]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        process = lock.read().strip()
         lock.close()
-        raise ConfigError(f"{run} is being {doing} now, by process {process}.", f"Or: kill {process}") from None
+        raise refusal("locked", run=run, doing=doing, process=(run / LOCK).read_text(encoding="utf-8")) from None
     except OSError as error:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)
     lock.truncate(0)

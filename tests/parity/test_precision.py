@@ -14,7 +14,7 @@ from tiny_models import make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
 from fullshard.run_folder import METRICS, checkpoint_path
-from fullshard.train.precision import MODES, LossScale, Precision, precision_of, round_stochastically
+from fullshard.train.precision import MODES, LossScale, Precision, log_text, precision_of, round_stochastically
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 IDS = torch.arange(8, 20)[None]
@@ -275,7 +275,7 @@ def test_what_is_held_is_printed(tmp_path, tied, method):
 
 
 def test_one_line_a_mode():
-    assert {name: mode.line for name, mode in MODES.items()} == {
+    assert {name: log_text("mode", mode) for name, mode in MODES.items()} == {
         "fp32": "precision fp32: storage fp32 (frozen fp32), compute fp32, reduce fp32, optimizer fp32",
         "tf32": "precision tf32: storage fp32 (frozen fp32), compute tf32, reduce fp32, optimizer fp32",
         "bf16": "precision bf16: storage fp32 (frozen bf16), compute bf16, reduce fp32, optimizer fp32",

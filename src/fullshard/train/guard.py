@@ -13,11 +13,11 @@ SLOWER = 20  # or so many times the longest step so far, where that is more
 
 class Guard:
     """Signals ask a rank to stop after its step; a second Ctrl-C ends it at once. ``beat`` says that it lives: where
-    none comes in time, the stacks of its threads are written to ``stacks`` and it ends."""
+    none comes in time, the stacks of its threads are written to ``folder`` and it ends."""
 
-    def __init__(self, stacks: Path, signals: tuple[int, ...]) -> None:
-        stacks.parent.mkdir(exist_ok=True)
-        self._stacks = open(stacks, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
+    def __init__(self, folder: Path, rank: int, signals: tuple[int, ...]) -> None:
+        folder.mkdir(exist_ok=True)
+        self._stacks = open(folder / f"rank_{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
         self.asked, self._longest, self._last = 0, 0.0, time.monotonic()
         for number in signals:
             signal.signal(number, self._ask)

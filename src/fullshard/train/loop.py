@@ -29,14 +29,13 @@ from fullshard.shard import choose_engine
 from fullshard.train import optimizer as updates
 from fullshard.train.guard import Guard
 from fullshard.train.loss import batch_loss, held_out_loss
-from fullshard.train.metrics import MetricsLog, require_trackers
-from fullshard.train.precision import LossScale, held_line, precision_of, unmoved_line
+from fullshard.train.metrics import MetricsLog
+from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
 RESULT = "result.json"
 PROOF_TOKENS = 16
 SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
-ROWS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,15 @@ def run_rank(
     run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks, resume: int | None, quiet: bool,
     signals: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Train (or resume) the run in ``run`` on this rank; rank 0 writes metrics, result and prints. ``signals`` ask it
-    to save and raise Stopped."""
+    """Train (or resume) ``run`` on this rank; rank 0 writes and prints. ``signals``: save, then raise Stopped."""
     set_fast_fp32(False)
-    guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", signals)
+    guard = Guard(run / ERRORS, ranks.rank, signals)
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
     steps = windows_of_run(data.lengths, config.train)
     lock = claim_run(run) if ranks.is_first else nullcontext()
-    require_trackers(config.train.trackers)
-    trackers = config.train.trackers if ranks.is_first else []
-    log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, trackers)
+    log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, config.train.trackers)
     with lock, closing(log), closing(guard):
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log, guard)
         first_step = trainer.resume(resume) if resume else 0
@@ -83,16 +79,11 @@ def run_rank(
         trainer.train(first_step)
         peak = int(ranks.maximum(trainer.peak_bytes))
         if ranks.is_first:
-            seconds = time.perf_counter() - started
-            speed = trainer.tokens_done / max(trainer.step_seconds, 1e-9)
+            seconds, speed = time.perf_counter() - started, trainer.tokens_done / max(trainer.step_seconds, 1e-9)
             losses = (trainer.last_loss, trainer.last_eval, first_eval)
             result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
-            ending = f", held-out loss {trainer.last_eval:.4f}" if trainer.last_eval is not None else ""
-            ending += f", {trainer.scale.skipped} skipped" if trainer.scale.skipped else ""
-            if trainer.planned_bytes:
-                ending += f"; peak {peak / 1e9:.2f} GB a rank, planned {trainer.planned_bytes / 1e9:.2f} GB"
-            log.say(f"trained {len(steps)} steps in {seconds:.0f} s: loss {trainer.last_loss:.4f}{ending}")
+            log.say(log_text("trained", result, trainer.scale.skipped, trainer.planned_bytes))
         ranks.barrier()  # the result is there for whoever returns from here
 
 
@@ -104,11 +95,10 @@ class Trainer:
         held_out: PreparedData | None, steps: list[tuple[int, np.ndarray]], log: MetricsLog, guard: Guard,
     ) -> None:  # fmt: skip
         self.guard, self.saver = guard, Saver(run, ranks, config.train.keep_last, config.train.keep_best)
-        self.saves_beside = bool(plan.get("saves_beside"))
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log, self.packing = steps, log, config.data.packing
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
-        self.precision = precision_of(str(plan["precision"]))
+        self.saves_beside, self.precision = bool(plan.get("saves_beside")), precision_of(str(plan["precision"]))
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
@@ -125,10 +115,9 @@ class Trainer:
         self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
-        size = f"{self.built.num_parameters / 1e6:,.1f} M parameters, {self.built.num_trainable / 1e6:,.1f} M trained"
-        log.say(f"{size} ({config.method}); {counted(ranks.num_ranks, 'rank')} on {ranks.device.type}, engine {engine}")
+        log.say(log_text("model", self.built, config.method, ranks, engine))
         held = held_line(self.built.loss_model.causal_lm, self.sharded.shards(), self.precision)
-        for line in (self.precision.line, *self.built.report, held):
+        for line in (log_text("mode", self.precision), *self.built.report, held):
             log.say(line)
 
     def prove_start(self) -> None:
@@ -148,13 +137,11 @@ class Trainer:
         rate = timed_product(self.precision.compute, self.ranks.device.type)
         rate *= torch.get_num_threads() if self.ranks.device.type == "cpu" else 1
         self.flops_per_second = sum(self.ranks.gather_objects(rate))
-        ranks, speed = counted(self.ranks.num_ranks, "rank"), self.flops_per_second / 1e12
-        self.log.say(f"a matrix product, timed on {ranks} at once: {speed:.3g} TFLOP/s, what shares of peak refer to")
+        self.log.say(log_text("speed", self.ranks.num_ranks, self.flops_per_second))
 
     def _trial_step(self) -> None:
         """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
-        longest = np.argsort(-self.data.lengths, kind="stable")
-        window = longest[: max(1, max(len(window) for _, window in self.steps[:1]))]
+        window = np.argsort(-self.data.lengths, kind="stable")[: max(1, len(self.steps[0][1]))]
         layout = self._layout(window)
         batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
         for last in (False, True)[len(layout) < 2 :]:  # accumulation keeps whole gradients: part of the worst
@@ -162,15 +149,13 @@ class Trainer:
                 batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
-        peak = int(self.ranks.maximum(peak_memory_bytes(self.ranks.device)))
-        longest = f"trial step on the longest rows ({int(self.data.lengths.max())} tokens)"
-        self.log.say(f"{longest}: peak {peak / 1e9:.2f} GB a rank")
+        peak, longest = self.ranks.maximum(peak_memory_bytes(self.ranks.device)), int(self.data.lengths.max())
+        self.log.say(f"trial step on the longest rows ({longest} tokens): peak {peak / 1e9:.2f} GB a rank")
 
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
         train = self.config.train
-        for number in range(first_step + 1, len(self.steps) + 1):
-            epoch, window = self.steps[number - 1]
+        for number, (epoch, window) in enumerate(self.steps[first_step:], first_step + 1):
             self.guard.beat()
             asked = self._step(number, epoch, window)
             last = number == len(self.steps)
@@ -189,19 +174,16 @@ class Trainer:
         self.saver.wait()
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> int:
-        """One optimizer step over one window of whole documents; its supervised tokens divide the loss. Returns the
-        signal by which a rank was asked to stop, or 0."""
+        """One optimizer step over whole documents, whose supervised tokens divide the loss; the stop signal, or 0."""
         started = time.perf_counter()
         train, ranks, device = self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
-        num_supervised = int(self.data.supervised[window].sum())
-        num_tokens = int(self.data.lengths[window].sum())
+        num_supervised, num_tokens = (int(each[window].sum()) for each in (self.data.supervised, self.data.lengths))
         if number == 1:
-            spread = f"{counted(ranks.num_ranks, 'rank')} x {counted(len(layout), 'micro-batch', 'es')}"
-            self.log.say(f"{counted(len(window), 'row')} = {counted(num_tokens, 'token')} = {spread}")
+            self.log.say(log_text("window", len(window), num_tokens, ranks.num_ranks, len(layout)))
         if num_supervised == 0:
             self.scale.skipped += 1
-            self.log.say(f"skipped step {number}: nothing in its {counted(len(window), 'row')} is supervised")
+            self.log.say(log_text("unsupervised", number, len(window)))
             self.log.record("skipped", step=number, epoch=epoch, rows=len(window), **self.scale.metrics)
             return 0
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
@@ -232,8 +214,7 @@ class Trainer:
         if problem:  # fp16 only: the weights, the optimizer and the schedule stay where they are
             self.optimizer.zero_grad(set_to_none=True)
             self.log.say(problem)
-            skipped = {"step": number, "epoch": epoch, "rows": len(window), "reason": problem}
-            self.log.record("skipped", **skipped, **self.scale.metrics)
+            self.log.record("skipped", step=number, epoch=epoch, rows=len(window), reason=problem, **self.scale.metrics)
             return round(asked)
         updates.clip_gradients(shards, norm, train.clip_norm)
         taken, peak = number - self.scale.skipped, self.config.learning_rate
@@ -274,8 +255,7 @@ class Trainer:
         """Say which rows step ``number`` saw and save the state before it, ``aside`` where it stays. Collective."""
         places = [f"{row} ({self.data.origin(int(row))})" for row in window]
         self.log.record("bad_step", step=number, what=what, rows=places)
-        more = f" and {len(places) - ROWS_SHOWN} more, in {METRICS}" if len(places) > ROWS_SHOWN else ""
-        self.log.say(f"step {number}: {what}. Its rows: {', '.join(places[:ROWS_SHOWN])}{more}")
+        self.log.say(log_text("bad_step", number, what, places, METRICS))
         if not aside:
             self.optimizer.zero_grad(set_to_none=True)
         if number == 1:
@@ -307,8 +287,7 @@ class Trainer:
         beside, started = self.saves_beside and step < len(self.steps), time.perf_counter()
         if beside and self.ranks.device.type == "cpu":
             self.planned_bytes = self.planned_save_bytes
-        inputs = step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, beside
-        folder = self.saver.save(*inputs)
+        folder = self.saver.save(step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, beside)
         self.log.record("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - started)
 
     def resume(self, step: int) -> int:
@@ -344,8 +323,7 @@ def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks)
     data = open_prepared(run / PREPARED, "train")
     steps = windows_of_run(data.lengths, config.train)
     log = MetricsLog(run / METRICS, 1, 0, ranks.is_first, quiet=True)
-    guard = Guard(run / ERRORS / f"rank_{ranks.rank}.stacks", ())
-    trainer = Trainer(run, config, plan, ranks, data, None, steps, log, guard)
+    trainer = Trainer(run, config, plan, ranks, data, None, steps, log, Guard(run / ERRORS, ranks.rank, ()))
     epoch, window = next(step for step in steps if data.supervised[step[1]].any())
     trainer.prove_start()  # says how the loss is computed; here the order of the units is recorded
     trainer._step(1, epoch, window)  # here the optimizer's state comes to be
@@ -358,8 +336,3 @@ def trace_rank(run: Path, config: RunConfig, plan: dict[str, Any], ranks: Ranks)
     facts["events"] = ranks.gather_objects(trainer.sharded.events)
     if ranks.is_first:
         write_json(run / TRACE, facts)
-
-
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """``counted(1, "rank")`` is "1 rank"; ``counted(31204, "token")`` is "31,204 tokens"."""
-    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as functional
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.data.pack import lay_out
 from fullshard.data.prepared import Batch, PreparedData, make_batch
@@ -41,9 +41,9 @@ class LossModel(nn.Module):
     attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 
     def forward(
-        self, input_ids_BS: torch.Tensor, labels_BS: torch.Tensor | None, position_ids_BS: torch.Tensor | None = None,
-        own_logits: bool = False, real_BS: torch.Tensor | None = None, documents: Documents | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, input_ids_BS: Tensor, labels_BS: Tensor | None, position_ids_BS: Tensor | None = None,
+        own_logits: bool = False, real_BS: Tensor | None = None, documents: Documents | None = None,
+    ) -> Tensor:  # fmt: skip
         """The summed token losses (fp32) over next-token targets ``labels_BS`` (-100: unsupervised); without labels the
         logits (B, S, V) in fp32. Positions are for packed sequences only. ``own_logits``: the model's own path.
         ``documents``: for models that attend by document. ``real_BS`` (1 on real tokens): what a router loss counts."""
@@ -60,9 +60,8 @@ class LossModel(nn.Module):
                 return logits_BSV
             loss = functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
             return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
-        output = find_decoder(self.causal_lm)(**arguments)
+        output, head = find_decoder(self.causal_lm)(**arguments), self.causal_lm.get_output_embeddings()
         hidden_BSH = output[0]
-        head = self.causal_lm.get_output_embeddings()
         if labels_BS is None:
             logits_BSV = head(hidden_BSH).float() * self._factor
             return torch.tanh(logits_BSV / self._cap) * self._cap if self._cap else logits_BSV
@@ -75,23 +74,21 @@ class LossModel(nn.Module):
         piece_rows = max(1, self.chunk_rows // PIECES)
         first = len(chosen) if len(chosen) <= self.chunk_rows else piece_rows
         turn = partial(loss_and_gradient, piece_rows=piece_rows, factor=self._factor, cap=self._cap)
-        loss = _TokenLoss.apply(head(hidden_NH[:first]), labels_N[:first], turn)
+        loss = _TokenLoss.apply(turn, labels_N[:first], head(hidden_NH[:first]))
         if first < len(chosen):
             trained = [weight for weight in head.parameters() if weight.requires_grad]
             cut = (head.forward, turn, self.chunk_rows, torch.is_grad_enabled())
             loss = loss + _HeadLoss.apply(cut, labels_N[first:], hidden_NH[first:], *trained)
         return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
 
-    def _routing_loss(self, output: Any, labels_BS: torch.Tensor, real_BS: torch.Tensor | None) -> torch.Tensor:
+    def _routing_loss(self, output: Any, labels_BS: Tensor, real_BS: Tensor | None) -> Tensor:
         """The family's load-balancing loss of this micro-batch times its coefficient and its supervised positions."""
         model = self.causal_lm
         loss = self._router_loss(output.router_logits, model.num_experts, model.num_experts_per_tok, real_BS)
         return model.router_aux_loss_coef * loss * (labels_BS != -100).sum()
 
 
-def loss_and_gradient(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, piece_rows: int, factor: float, cap: float | None
-) -> torch.Tensor:
+def loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, piece_rows: int, factor: float, cap: float | None) -> Tensor:
     """The summed loss (fp32) of a head's outputs, scaled by ``factor`` and then capped; turns them into its gradient,
     0 where unsupervised. By pieces of rows, so that fp32 copies exist of one piece at a time."""
     loss = torch.zeros((), dtype=torch.float32, device=logits_CV.device)
@@ -116,23 +113,21 @@ class _TokenLoss(torch.autograd.Function):
     """Summed cross-entropy that writes its gradient over the head's output: one copy of it, ever."""
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: torch.Tensor, labels_C: torch.Tensor, turn: Callable[..., Any]) -> torch.Tensor:
-        ctx.gradient_CV = logits_CV.detach()
-        return turn(ctx.gradient_CV, labels_C)
+    def forward(ctx: Any, turn: Callable[..., Any], labels_C: Tensor, logits_CV: Tensor) -> Tensor:
+        ctx.gradients = [logits_CV.detach()]
+        return turn(ctx.gradients[0], labels_C)
 
     @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient_CV, ctx.gradient_CV = ctx.gradient_CV, None  # else it would live until the whole backward is over
-        return gradient_CV.mul_(outer), None, None
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # else they would live until the whole backward is over
+        return None, None, *(gradient.mul_(outer) for gradient in gradients)
 
 
-class _HeadLoss(torch.autograd.Function):
+class _HeadLoss(_TokenLoss):
     """Head and cross-entropy chunk by chunk, forward and backward together: logits of one chunk exist at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, cut: tuple[Any, ...], labels_N: torch.Tensor, hidden_NH: torch.Tensor, *weights: nn.Parameter
-    ) -> torch.Tensor:
+    def forward(ctx: Any, cut: tuple[Any, ...], labels_N: Tensor, hidden_NH: Tensor, *weights: nn.Parameter) -> Tensor:
         (head, turn, rows, wanted), loss, hidden_gradients, weight_gradients = cut, 0.0, [], []
         for hidden_CH, labels_C in zip(hidden_NH.detach().split(rows), labels_N.split(rows), strict=True):
             with torch.set_grad_enabled(wanted):
@@ -149,11 +144,6 @@ class _HeadLoss(torch.autograd.Function):
         ctx.gradients = [torch.cat(hidden_gradients), *weight_gradients] if wanted else []
         return loss
 
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(gradient.mul_(outer) for gradient in gradients)
-
 
 def find_router_loss(causal_lm: nn.Module) -> Any:
     """The family's load-balancing loss function. ConfigError where it has none."""
@@ -163,11 +153,10 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
     return found
 
 
-def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
-    packed = any(len(lengths) > 1 for lengths in batch.lengths)
+    packed, documents = any(len(lengths) > 1 for lengths in batch.lengths), None
     tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
-    documents = None
     if packed and loss_model.attends_by_document:  # one sequence without any pad
         real = batch.attention_mask.bool()
         tensors = [tensor[real][None] for tensor in tensors]
@@ -178,17 +167,16 @@ def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> tor
 
 def held_out_loss(
     loss_model: nn.Module, data: PreparedData, micro_batch: tuple[int, str], pad_id: int, device: torch.device,
-    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = float,
+    rank: int = 0, num_ranks: int = 1, sum_over_ranks: Callable[[Tensor], Tensor] = float,
 ) -> float:  # fmt: skip
     """Loss per supervised token over all rows, each exactly once. A collective call on all ranks."""
     if (num_tokens := int(data.supervised.sum())) == 0:
         raise DataError("The held-out rows have no supervised token.", "Look at them: fullshard prepare RECIPE")
-    window, longest = np.arange(len(data.lengths)), int(data.lengths.max())
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    window, total = np.arange(len(data.lengths)), torch.zeros((), dtype=torch.float32, device=device)
     was_training = loss_model.training
     loss_model.eval()
     with torch.no_grad():
-        for micro in lay_out(window, data.lengths, num_ranks, micro_batch, False, longest):
+        for micro in lay_out(window, data.lengths, num_ranks, micro_batch, False, int(data.lengths.max())):
             total += batch_loss(loss_model, make_batch(data, micro[rank], pad_id), device)
     loss_model.train(was_training)
     return float(sum_over_ranks(total)) / num_tokens

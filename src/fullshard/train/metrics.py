@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fullshard.errors import refusal
+from fullshard.train.precision import log_text
 
 Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # (values, step), and the end
 STEPS_TO_JUDGE = 3  # after which the plan's memory and time stand beside what was measured
@@ -24,25 +25,20 @@ def start_tracker(name: str, run: Path) -> Tracker:
 
         to = SummaryWriter(run / "tensorboard")
         return lambda values, step: [to.add_scalar(key, value, step) for key, value in values.items()], to.close
-    module, named = import_module(name), {"name": run.name, "dir": run}
-    named = named if name == "wandb" else {"experiment_name": run.name, "logdir": str(run / "swanlab")}
-    module.init(project="fullshard", **named)
+    wandb, swanlab = {"name": run.name, "dir": run}, {"experiment_name": run.name, "logdir": str(run / "swanlab")}
+    (module := import_module(name)).init(project="fullshard", **(wandb if name == "wandb" else swanlab))
     return lambda values, step: module.log(values, step=step), module.finish
 
 
-def require_trackers(names: Sequence[str]) -> None:
-    """ConfigError where a tracker's package is not installed."""
-    if absent := [name for name in names if util.find_spec(name) is None]:
-        raise refusal("no_tracker", name=absent[0])
-
-
 class MetricsLog:
-    """Appends JSON lines to metrics.jsonl and keeps the progress bar. Silent on every rank but the first."""
+    """Appends to metrics.jsonl, moves the bar; silent where not ``active``. ConfigError: no package of a tracker."""
 
     def __init__(
         self, path: Path, num_steps: int, first_step: int, active: bool, quiet: bool, trackers: Sequence[str] = ()
     ) -> None:
-        self._trackers = [start_tracker(name, path.parent) for name in trackers]
+        if absent := [name for name in trackers if util.find_spec(name) is None]:
+            raise refusal("no_tracker", name=absent[0])
+        self._trackers = [start_tracker(name, path.parent) for name in trackers if active]
         self._console = Console(quiet=quiet or not active)
         self._num_steps, self._first_step, self._step_seconds = num_steps, first_step, 0.0
         self._file = open(path if active else os.devnull, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
@@ -61,19 +57,13 @@ class MetricsLog:
         self.record("train", **values)
         self._step_seconds += values["seconds"]
         step, first, last = values["step"], self._first_step, self._num_steps
-        state = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
-        state += f"  {values['share_of_peak']:.0%} of peak  {values['memory_bytes'] / 1e9:.1f} GB"
-        if "loss_scale" in values:
-            state += f"  scale {values['loss_scale']:g}, {values['skipped_steps']} skipped"
-        self._bar.update(self._task, completed=step, state=state)
+        self._bar.update(self._task, completed=step, state=(state := log_text("state", values)))
         every = max(1, (last - first) // LINES_WITHOUT_TERMINAL)
         if self._bar.disable and (step % every == 0 or step in (first + 1, last)):
             left = self._step_seconds / (step - first) * (last - step)
             self.say(f"step {step}/{last}  {state}  {left:.0f} s left")
         if values.get("planned_seconds") and step == min(first + STEPS_TO_JUDGE, last):
-            low, high = values["planned_seconds"]
-            peak = f"peak {values['memory_bytes'] / 1e9:.2f} GB a rank, planned {values['planned_bytes'] / 1e9:.2f} GB"
-            self.say(f"step {step}: {values['seconds']:.3g} s, planned {low:.3g} - {high:.3g} s; {peak}")
+            self.say(log_text("against_plan", values))
 
     def record(self, kind: str, **values: Any) -> None:
         """Append one line to metrics.jsonl: {"kind": kind, ...}."""

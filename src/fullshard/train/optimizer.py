@@ -40,8 +40,7 @@ def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.opt
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             state = {moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS}
             moments |= {(name, moment): local_part(value) for moment, value in state.items()}
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter] = {"step": step, **state}
+            optimizer.state[parameter] = state | {"step": torch.zeros((), device=parameter.device)}
     return optimizer, moments
 
 

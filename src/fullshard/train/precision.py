@@ -14,6 +14,8 @@ from fullshard.errors import ConfigError
 from fullshard.model.blocks import find_units, is_adapter
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LOG_TEXT = Path(__file__).with_name("log.txt").read_text(encoding="utf-8")
+LOG = Template(LOG_TEXT, trim_blocks=True).make_module({"names": NAMES})
 GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles
 
 
@@ -28,8 +30,6 @@ class Precision:
     fast_fp32: bool = False  # fp32 matrices are multiplied in TF32 (cuda) or HF32 (npu)
     loss_scale: float = 1.0  # at the first step; 1: none
 
-    line = property(lambda self: log_text("mode", self))  # for the log: storage, compute, reduce and optimizer dtypes
-
 
 MODES = {
     "fp32": Precision("fp32", torch.float32),
@@ -43,8 +43,7 @@ precision_of = MODES.__getitem__
 
 def log_text(macro: str, *facts: Any) -> str:
     """What the log says of ``facts``, by a macro of log.txt."""
-    template = Template(Path(__file__).with_name("log.txt").read_text(encoding="utf-8"), trim_blocks=True)
-    return getattr(template.make_module({"names": NAMES}), macro)(*facts).strip()
+    return getattr(LOG, macro)(*facts).strip()
 
 
 @dataclass

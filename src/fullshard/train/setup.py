@@ -2,10 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,10 +58,8 @@ def build_sharded(
     weights.load_buffers(causal_lm)
     loss_model = LossModel(causal_lm, config.train.router_loss)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
-    sharded = shard_model(
-        loss_model, find_units(causal_lm), adapters, ranks.mesh_of(config.train.replicas), precision, config.engine,
-        config.train.sharding, reduce_each,
-    )  # fmt: skip
+    mesh, how = ranks.mesh_of(config.train.replicas), (precision, config.engine, config.train.sharding, reduce_each)
+    sharded = shard_model(loss_model, find_units(causal_lm), adapters, mesh, *how)
     load_weights(sharded, weights, magnitudes, config.train.seed)
     loss_model.train()
     report = [*_storage_table(sharded, weights, precision), check_buffers(causal_lm, ranks)]
@@ -162,8 +158,8 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         if apart_enough and difference <= LOSS_PATH_TOLERANCE[precision.compute]:
             model.train()
             return f"packing: rows kept apart by {way} (logits differ by {difference:.1e} of the largest)"
-        differs = f"logits differ by {max(difference, leak):.1e}"
-        failures.append(f"{way}: {reached} of {num_blocks} blocks reached, {differs}")
+        worst = max(difference, leak)
+        failures.append(f"{way}: {reached} of {num_blocks} blocks reached, logits differ by {worst:.1e}")
     model.train()
     raise refusal("not_kept_apart", family=type(model.causal_lm).__name__, failures="; ".join(failures))
 
@@ -171,21 +167,14 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
 def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
     """Recompute the first ``recompute`` blocks (True: all), inside the engine's hooks. Returns log lines."""
     blocks, lines = find_blocks(causal_lm)[1], []
-    own = [module for module in causal_lm.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    for module in own:
-        module.gradient_checkpointing = False
-    if own:
-        lines.append("recomputation: the model's own gradient checkpointing was on and is now off")
+    for module in causal_lm.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False
+            lines = ["recomputation: the model's own gradient checkpointing was on and is now off"]
     count = len(blocks) if recompute is True else min(int(recompute), len(blocks))
     for block in blocks[:count]:
-        block.forward = partial(_forward, block, block.forward)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # without gradients it only calls it
     return [*lines, f"recomputation: the first {count} of {len(blocks)} blocks"] if count else lines
-
-
-def _forward(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    if block.training and torch.is_grad_enabled():
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
-    return forward(*inputs, **named)
 
 
 class GradientReach:

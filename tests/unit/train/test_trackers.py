@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.train.metrics import MetricsLog, require_trackers
+from fullshard.train.metrics import MetricsLog
 
 STEP = {"loss": 2.5, "tokens_per_second": 10.0, "share_of_peak": 0.5, "memory_bytes": 1, "seconds": 1.0, "note": "text"}
 
@@ -17,6 +18,7 @@ STEP = {"loss": 2.5, "tokens_per_second": 10.0, "share_of_peak": 0.5, "memory_by
 def stand_in(name: str, calls: list) -> ModuleType:
     """A wandb or swanlab that notes what it is asked for."""
     module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
     log = lambda values, step: calls.append((name, step, values))  # noqa: E731
     finish = lambda: calls.append((name, "finish"))  # noqa: E731
     module.init = lambda **settings: calls.append((name, "init", settings)) or SimpleNamespace(log=log, finish=finish)
@@ -48,10 +50,19 @@ def test_tensorboard_writes_event_files(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-def test_what_is_not_installed_is_said_with_the_command(monkeypatch):
+def test_what_is_not_installed_is_said_with_the_command(tmp_path, monkeypatch):
+    """On every rank, also on those that write nothing."""
     for name in ("tensorboard", "wandb", "swanlab"):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ConfigError) as caught:
-            require_trackers([name])
-        assert name in caught.value.message and f"pip install {name}" in caught.value.hint
-    require_trackers([])
+        for active in (True, False):
+            with pytest.raises(ConfigError) as caught:
+                MetricsLog(tmp_path / "metrics.jsonl", 1, 0, active, True, [name])
+            assert name in caught.value.message and f"pip install {name}" in caught.value.hint
+    MetricsLog(tmp_path / "metrics.jsonl", 1, 0, True, True, []).close()
+
+
+def test_only_the_first_rank_starts_trackers(tmp_path, monkeypatch):
+    calls: list = []
+    monkeypatch.setitem(sys.modules, "wandb", stand_in("wandb", calls))
+    MetricsLog(tmp_path / "metrics.jsonl", 1, 0, False, True, ["wandb"]).close()
+    assert not calls

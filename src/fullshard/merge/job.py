@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fullshard import run_folder
-from fullshard.checkpoint.format import hash_file, verify_checkpoint
+from fullshard.checkpoint.format import hash_file, read_manifest
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
@@ -62,7 +62,7 @@ class Inputs:
             self.compute, self.proof = trainer.get("precision", "fp32"), self.source.proof()
             added = trainer.get("add_tokens", [])
             self.files = [folder / name for name in manifest.files]
-            verify_checkpoint(folder)
+            read_manifest(folder, hashes=True)
         else:
             if step is not None:
                 raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
@@ -125,7 +125,9 @@ def merge_run(
     if check:
         return _check(Path(run), started)
     inputs = Inputs(Path(run), step, base)
-    output = Path(output) if output else inputs.place / run_folder.MERGED if inputs.step else _beside(inputs.place)
+    place = inputs.place.resolve()
+    beside = inputs.place / run_folder.MERGED if inputs.step else place.with_name(f"{place.name}_merged")
+    output = Path(output) if output else beside
     _refuse_output(output, inputs, overwrite)
     outputs = plan_outputs(inputs.exact, DTYPES[dtype] if dtype else None)
     num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
@@ -149,7 +151,7 @@ def merge_run(
             notes.append("the base has no tokenizer files; none copied")
         facts = inputs.facts()
         made_of = f"step {inputs.step}" if inputs.step else f"from {inputs.format}"
-        name = inputs.place.resolve().name if output.name == run_folder.MERGED else output.name
+        name = place.name if output.name == run_folder.MERGED else output.name
         card = {"name": name, "method": facts["method"], "made_of": made_of, "dtype": stored_dtype}
         write_card(inputs.base, unfinished, **card, proof=stored.line)
         facts |= {"dtype": stored_dtype, "notes": notes} | proof
@@ -158,10 +160,6 @@ def merge_run(
     published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
     lines = (*notes, *lines, published)
     return MergeResult(output, inputs.step, stored.line, lines, stored, time.monotonic() - started)
-
-
-def _beside(place: Path) -> Path:
-    return place.resolve().with_name(f"{place.resolve().name}_merged")
 
 
 def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:

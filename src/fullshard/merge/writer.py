@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
@@ -96,21 +95,18 @@ class ExactWeights:
 
 def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
     """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is that of floats."""
-    weights, files = exact.names.weights, exact.names.weights.files
-    outputs = []
-    for name in files.names:
-        if (base_dtype := str_to_torch_dtype.get(files.dtype(name))) is None:
-            raise MergeError(f"{name} of the base has dtype {files.dtype(name)}, which cannot be copied.", "")
-        stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
+    weights, outputs = exact.names.weights, []
+    for name, tensor in weights.files.tensors.items():
+        stored_dtype = dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype
         group = weights.groups.get(name)
         parameters = tuple(group.outputs) if group else ()
         changed = not exact.changed.isdisjoint(parameters)
         if group and group.converter is None:
             shape, blocks = weights.shapes[parameters[0]], partial(exact.blocks, parameters[0])  # grown by new tokens
         else:
-            read = partial(weights.restore, blocks=exact.blocks) if changed else files.read
-            shape, blocks = files.shape(name), partial(lambda read, name: iter([read(name).reshape(-1)]), read, name)
-        exact_dtype = torch.float32 if changed else base_dtype
+            read = partial(weights.restore, name, exact.blocks) if changed else tensor.read
+            shape, blocks = tensor.shape, partial(lambda read: iter([read().reshape(-1)]), read)
+        exact_dtype = torch.float32 if changed else tensor.dtype
         outputs.append(OutputTensor(name, shape, stored_dtype, blocks, exact_dtype, parameters))
     return outputs
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.model.tensor_files import DTYPE_NAMES, read_header
+from fullshard.model.tensor_files import read_header
 from fullshard.run_folder import publish_folder, read_json, sync_path
 
 INDEX = "model.safetensors.index.json"
@@ -56,13 +55,12 @@ def weight_names(folder: Path) -> list[str]:
 
 
 class WeightFiles:
-    """The tensors of a model folder, read by rows, by position."""
+    """The ``tensors`` of a model folder by name, read by position."""
 
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self.files = [folder / file for file in weight_names(folder)]
-        self._tensors = {name: tensor for file in self.files for name, tensor in read_header(file).items()}
-        self.names = list(self._tensors)  # of all tensors
+        self.tensors = {name: tensor for file in self.files for name, tensor in read_header(file).items()}
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
@@ -75,23 +73,6 @@ class WeightFiles:
                     file.seek(size * sample // SAMPLES)
                     digest.update(file.read(1 << 12))
         return digest.hexdigest()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the file's header."""
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> str:
-        """dtype of one tensor as safetensors names it: F32, BF16, F16, ..."""
-        return DTYPE_NAMES[self._tensors[name].dtype]
-
-    def read(self, name: str, start_row: int | None = None, stop_row: int | None = None) -> torch.Tensor:
-        """Rows [start_row, stop_row) of one tensor, or all of it, in the file's dtype."""
-        tensor = self._tensors[name]
-        if start_row is None:
-            return tensor.read().view(tensor.shape)
-        rows, *inner = tensor.shape
-        width, stop_row = math.prod(inner), rows if stop_row is None else min(stop_row, rows)
-        return tensor.read(start_row * width, stop_row * width).view(-1, *inner)
 
 
 def read_config(path: str | Path) -> Any:

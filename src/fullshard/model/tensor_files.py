@@ -52,6 +52,10 @@ class FileTensor:
     dtype: torch.dtype
     parts: tuple[Part, ...]
 
+    def whole(self) -> torch.Tensor:
+        """All of it, in its shape."""
+        return self.read().view(self.shape)
+
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-d. Part.kind where the parts do not cover them once."""
         shape = self.shape or (1,)

@@ -123,8 +123,7 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Read every byte of a run's checkpoints and merged folder, of one checkpoint, or of one merged folder. Raises
-    ConfigError where ``path`` is none of these."""
+    """Read every byte of a run's checkpoints and merged folder, or of one such folder. ConfigError: it is neither."""
     return Verification(tuple(_problems(Path(path))))
 
 

@@ -26,8 +26,7 @@ PROOF = "proof.safetensors"
 
 
 class Saver:
-    """Writes checkpoints of a run, each rank its own ranges; while training goes on where memory allows. ``keep_best``:
-    that with the lowest held-out loss stays, too."""
+    """Writes a run's checkpoints, each rank its ranges. ``keep_best``: that of the lowest held-out loss stays too."""
 
     def __init__(self, run: Path, ranks: Ranks, keep_last: int, keep_best: bool = False) -> None:
         self._run, self._ranks, self._keep, self._keep_best = run, ranks, keep_last, keep_best

@@ -66,10 +66,8 @@ class ExactWeights:
         shape = weights.shapes[name]
         row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
-            start, stop = first * row_size, last * row_size
-            trained = canonical in self._trained
-            source, stored = (self._checkpoint, canonical) if trained else (weights, name)
-            rows = source.read(stored, start=start, stop=stop)
+            source, stored = (self._checkpoint, canonical) if canonical in self._trained else (weights, name)
+            rows = source.read(stored, start=first * row_size, stop=last * row_size)
             if canonical in self._folded:
                 rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
             yield rows
@@ -141,7 +139,6 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             for block in tensor.blocks():
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    raise refusal("not_finite", name=tensor.name, dtype=dtype)
+                    raise refusal("not_finite", name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."))
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

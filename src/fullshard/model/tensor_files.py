@@ -17,8 +17,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # saf
 
 @dataclass(frozen=True)
 class Part:
-    """A block of a tensor: where it lies in the tensor and, ``position`` bytes from the start, in a file. ``stride``
-    (elements) where it is not contiguous there."""
+    """A block of a tensor: its place in it and, ``position`` bytes on, in a file; ``stride`` (elements) or dense."""
 
     file: Path
     position: int

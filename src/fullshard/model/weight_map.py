@@ -51,9 +51,9 @@ class WeightMap:
             names_of.setdefault(parameter, []).append(name)
         # parameter -> all names of the same parameter, for tied ones
         self.aliases = {name: tuple(names) for names in names_of.values() if len(names) > 1 for name in names}
-        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()) if new_ids else ())
+        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
         vocabulary = [parameter for module in owners for parameter in module.parameters(recurse=False)]
-        self._grown = {name for parameter in vocabulary for name in names_of[parameter]}
+        self.vocabulary = {name for parameter in vocabulary for name in names_of[parameter]}  # of embedding and head
         self._match(model, [entry for entry in conversions if isinstance(entry, WeightConverter)])
         self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
         self._restored: dict[str, dict[str, torch.Tensor]] = {}
@@ -71,7 +71,7 @@ class WeightMap:
                 self._converted_group = (group.target, made)
             return self._converted_group[1][name].reshape(-1)[start:stop]
         file_name = group.sources[0][1]
-        if name in self._grown:
+        if self._new_ids and name in self.vocabulary:
             return self._read_grown(file_name, start, stop)
         return self._tensors[file_name].read(start, stop)
 
@@ -174,8 +174,8 @@ class WeightMap:
                 raise refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name))
             expected, stored_name = self.shapes[name], self._source_name(name)
             found = self._outputs[stored_name].outputs[stored_name]
-            has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
-            if found != expected and not has_grown:
+            may_grow = self._new_ids and name in self.vocabulary
+            if found != expected and not (may_grow and found[1:] == expected[1:] and found[0] <= expected[0]):
                 raise refusal("other_shape", name=name, expected=expected, found=found, where=self._where)
 
     def _read_grown(self, file_name: str, start: int, stop: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,10 +123,7 @@ class Verification:
 
 def verify(path: str | Path) -> Verification:
     """Read every byte of a run's checkpoints and merged folder, or of one such folder. ConfigError: it is neither."""
-    return Verification(tuple(_problems(Path(path))))
-
-
-def _problems(path: Path) -> Iterator[tuple[str, str]]:
+    path, found = Path(path), []
     is_run = (path / run_folder.CHECKPOINTS).is_dir()
     if not is_run and not any((path / name).exists() for name in (MANIFEST, COMPLETE, MERGE_FACTS)):
         raise refusal("not_verifiable", path=path)
@@ -140,15 +136,15 @@ def _problems(path: Path) -> Iterator[tuple[str, str]]:
                         raise CheckpointError(f"{name} is not what was written.")
             else:
                 read_manifest(folder, hashes=True)
-            yield str(folder), ""
+            found.append((str(folder), ""))
         except UserError as error:
-            yield str(folder), error.message
+            found.append((str(folder), error.message))
+    return Verification(tuple(found))
 
 
 def newest_good(run: Path, step: int | None = None) -> tuple[int, Path, list[str]]:
     """The newest whole checkpoint of ``run`` and why newer ones are none; that of ``step`` must be whole itself."""
-    newest = newest_checkpoint(run, step)
-    problems: list[str] = []
+    newest, problems = newest_checkpoint(run, step), []
     for number, folder in [newest] if step else reversed(list_checkpoints(run)):
         try:
             read_manifest(folder, hashes=True)

@@ -38,9 +38,7 @@ def windows(lengths: np.ndarray, seed: int, epoch: int, quantity: Amount, drop_l
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
     """(epoch, row ids) of every optimizer step of a run; a part of an epoch is at least one. ConfigError for none."""
-    quantity = parse_quantity(train.global_batch)
-    steps: list[tuple[int, np.ndarray]] = []
-    epoch = 0
+    quantity, steps, epoch = parse_quantity(train.global_batch), [], 0
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
         if not (of_epoch := windows(lengths, train.seed, epoch, quantity, train.drop_last)):
             size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
@@ -97,8 +95,7 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
     a multiple of the ranks where they are few; or best-fit decreasing, where even ones would be more."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
-    tight: list[list[int]] = []
-    room: list[int] = []
+    tight, room = [], []  # sequences, and the tokens that each has room for
     for row in rows:
         length = int(lengths[row])
         fitting = (place for place, left in enumerate(room) if length <= left)

@@ -102,8 +102,7 @@ def generate_text(
     template_arguments: Variables = None, stream: TextIO | None = None, **options: Any,
 ) -> list[str]:  # fmt: skip
     """The answers to ``prompts``, in order, without special tokens. ``system``: where a prompt has none. ``stream``:
-    where the answer to a single prompt is printed as it is made. ``options``: of ``generate_ids``. ConfigError where
-    settings do not fit or a prompt and its answer exceed the positions."""
+    gets a single answer as it is made. ``options``: of ``generate_ids``. ConfigError: unfit settings, or too long."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
     if stream and len(prompts) == 1:
@@ -136,8 +135,7 @@ def generate_ids(
     for number, ids in enumerate(prompt_ids, 1):
         check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
     by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
-    answers: dict[int, list[int]] = {}
-    device = answerer.model.device
+    answers, device = {}, answerer.model.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         for start in range(0, len(by_length), batch_size):
@@ -204,9 +202,8 @@ def generate_batch(answerer: Answerer, batch: list[Ids], settings: GenerationCon
 def serve_model(
     model: str | Path, host: str = "localhost", port: int = 8000, template_arguments: Variables = None
 ) -> None:
-    """Answer HTTP requests (OpenAI's protocol) until Ctrl-C, by vLLM where an accelerator has it, else by transformers'
-    server; in fp32 on CPU, bf16 on an accelerator. A request's ``chat_template_kwargs`` come before
-    ``template_arguments``. ConfigError where the port is taken or a package is missing."""
+    """Answer OpenAI's HTTP protocol until Ctrl-C, by vLLM if an accelerator has it or transformers; fp32 on CPU, else
+    bf16. A request's ``chat_template_kwargs`` precede ``template_arguments``. ConfigError: port taken, no package."""
     folder, device = fetch_model(model), select_device(0)
     with Blame(ConfigError, f"{host}:{port} cannot be served at", f"Take another port: --port {port + 1}"):
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()

@@ -1,5 +1,4 @@
-"""The merge: a run, another tool's checkpoint or an adapter -> an ordinary Hugging Face folder, published once proven:
-weights, config, generation config, tokenizer files, model card."""
+"""The merge: a run, another tool's checkpoint or adapter -> an ordinary Hugging Face folder, published once proven."""
 
 import math
 import re

@@ -62,8 +62,7 @@ def is_close(comparison: Comparison, low_precision: bool) -> bool:
 
 @torch.no_grad()
 def logits_by_block(model: nn.Module, read: Callable[[str], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (T, V) of ``model``, on meta, for ``tokens`` (1, T): ``read(name)`` gives each parameter in its shape. At
-    most a block, the embedding or the head is in memory at once, in fp32."""
+    """Logits (T, V), fp32, of ``model`` (meta) for ``tokens`` (1, T), a block at a time; ``read(name)``: parameters."""
 
     class OnDemand(dict[str, torch.Tensor]):
         def __missing__(self, name: str) -> torch.Tensor:
@@ -110,8 +109,7 @@ def prove(
 
 
 def _compare_bits(output: OutputTensor, written: FileTensor, base: FileTensor) -> float:
-    """Read a written tensor again, block by block: MergeError unless it is, bit for bit, the rounding of its exact
-    values. Returns the Euclidean norm of its change from the base, without new rows."""
+    """How far (Euclidean) a tensor's old rows are from the base's. MergeError unless it is written, bit for bit."""
     position, squares = 0, 0.0
     for block in output.blocks():
         stop = position + block.numel()

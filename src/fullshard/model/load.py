@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.model.tensor_files import read_header
+from fullshard.model.tensor_files import AGAIN, read_header
 from fullshard.run_folder import publish_folder, read_json, sync_path
 
 INDEX = "model.safetensors.index.json"
@@ -46,12 +46,12 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     return folder
 
 
-def weight_names(folder: Path) -> list[str]:
-    """The weight files that a folder means, there or not: those of its index, else model.safetensors."""
-    if (folder / INDEX).is_file():
-        with Blame(ModelError, f"{folder / INDEX} is damaged: it holds no weight_map", "Download it again."):
-            return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    return [SINGLE]
+def weight_names(folder: Path, single: str = SINGLE, kind: type[UserError] = ModelError) -> list[str]:
+    """The weight files that a folder means, there or not: those of its index, else ``single``. Raises ``kind``."""
+    if (index := folder / f"{single}.index.json").is_file():
+        with Blame(kind, f"{index} is damaged: it holds no weight_map", AGAIN):
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [single]
 
 
 class WeightFiles:

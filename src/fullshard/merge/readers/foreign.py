@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from fullshard.errors import Blame, MergeError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_TENSORS, stored_name
-from fullshard.model.load import SINGLE
+from fullshard.model.load import SINGLE, weight_names
 from fullshard.model.tensor_files import AGAIN, FileTensor, Part, read_header
-from fullshard.run_folder import read_json
 
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 BESIDE, CHANGED_BASE = tuple(FACTS["beside"]), tuple(FACTS["changed_base"])
@@ -160,20 +159,14 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
                 raise refusal("several", path=path, found=", ".join(one.parent.name for one in nested))
             files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
             return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", read_dcp
-    for single, read in (
-        (PEFT_TENSORS, _read_safetensors), ("adapter_model.bin", read_pickles),
-        (SINGLE, _read_safetensors), ("pytorch_model.bin", read_pickles),
-    ):  # fmt: skip
-        index = path / f"{single}.index.json"
-        kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
-        if index.is_file():
-            with Blame(MergeError, f"{index} is damaged", AGAIN):
-                names = sorted(set(read_json(index)["weight_map"].values()))
-            if absent := [name for name in names if not inside(path, name).is_file()]:
-                raise refusal("files_absent", path=path, count=len(absent), all=len(names), first=absent[0])
-            return [path / name for name in names], kind, read
-        if (path / single).is_file():
-            return [path / single], kind, read
+    for single in (PEFT_TENSORS, "adapter_model.bin", SINGLE, "pytorch_model.bin"):
+        names = weight_names(path, single, MergeError)
+        absent = [name for name in names if not inside(path, name).is_file()]
+        if absent and (path / f"{single}.index.json").is_file():
+            raise refusal("files_absent", path=path, count=len(absent), all=len(names), first=absent[0])
+        if not absent:
+            kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
+            return [path / name for name in names], kind, read_pickles if single.endswith(".bin") else _read_safetensors
     raise refusal("no_format", path=path)
 
 

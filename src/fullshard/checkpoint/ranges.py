@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from fullshard.checkpoint.format import Manifest, Piece, StoredTensor, hash_file, read_manifest, write_manifest
 from fullshard.errors import Blame, CheckpointError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
-from fullshard.model.tensor_files import DTYPE_NAMES, FileTensor, read_header
+from fullshard.model.load import DTYPE_NAMES, FileTensor, read_header
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel

@@ -224,7 +224,8 @@ class Renderer:
             header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
             if not found:
                 raise refusal("no_answer", which="")
-            self._frame = (header.strip() if prompt == self._text(before) else "", tail)
+            is_ignored = header.strip() and prompt == self._text(before)
+            self._frame = (header.strip() if is_ignored else "", tail)
         return self._frame
 
     def _turn(self, messages: list[Message], place: int) -> Turn:

@@ -15,8 +15,7 @@ from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE
 from fullshard.merge.writer import ExactWeights, OutputTensor
 from fullshard.model.blocks import find_blocks
-from fullshard.model.load import WeightFiles, build_on_meta
-from fullshard.model.tensor_files import FileTensor
+from fullshard.model.load import FileTensor, WeightFiles, build_on_meta
 from fullshard.model.weight_map import WeightMap
 
 FP32_RELATIVE = 1e-4  # of the range: the largest difference, unrounded, where training computed in fp32

@@ -14,8 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
 from fullshard.model.blocks import base_name, is_adapter, stored_name
-from fullshard.model.load import INDEX
-from fullshard.model.tensor_files import DTYPE_NAMES
+from fullshard.model.load import DTYPE_NAMES, INDEX
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap

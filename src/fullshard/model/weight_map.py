@@ -16,8 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError, refusal
 from fullshard.model.blocks import base_name
-from fullshard.model.load import WeightFiles
-from fullshard.model.tensor_files import DTYPE_NAMES
+from fullshard.model.load import DTYPE_NAMES, WeightFiles
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from fullshard.errors import Blame, MergeError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_TENSORS, stored_name
-from fullshard.model.load import SINGLE, weight_names
-from fullshard.model.tensor_files import AGAIN, FileTensor, Part, read_header
+from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, weight_names
 
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 BESIDE, CHANGED_BASE = tuple(FACTS["beside"]), tuple(FACTS["changed_base"])

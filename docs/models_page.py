@@ -94,7 +94,7 @@ def facts_of(family: str, folder: Path) -> dict[str, bool]:
     model = build_on_meta(path)
     weights = WeightMap(model, WeightFiles(path), family)
     settings = model.config.get_text_config()
-    used = [(name, weights.groups[name]) for name in weights.files.names if name in weights.groups]
+    used = [(name, weights.groups[name]) for name in weights.files.tensors if name in weights.groups]
     facts = {
         "converted": any(group.converter is not None for _, group in used),
         "renamed": any(list(group.outputs) not in ([name], []) for name, group in used),

@@ -38,7 +38,6 @@ LAYERS: dict[str, tuple[int, str]] = {
     "doctor": (3, "doctor"),
     "report": (3, "report"),
     "infer.chat": (3, "chat"),
-    "infer.serve": (3, "serve"),
     "__init__": (4, ""),
     "__main__": (4, ""),
     "cli": (4, ""),

@@ -208,7 +208,7 @@ def test_an_export_converts_each_expert_layer_once(tmp_path, monkeypatch):
             lambda *given, kind=kind, inner=inner: counts.update({kind: counts[kind] + 1}) or inner(*given),
         )
     original = load_file(path / "model.safetensors")
-    for name in weights.files.names:
+    for name in weights.files.tensors:
         if weights.groups[name].converter is not None:
             assert torch.equal(weights.restore(name, lambda name: [weights.read(name)]), original[name])
     assert counts == {"forward": 4, "reverse": 4}  # two groups in each of two layers

@@ -18,7 +18,7 @@ from rank_pool import free_port
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.errors import ConfigError
-from fullshard.infer import serve
+from fullshard.infer import generate
 from fullshard.infer.generate import generate_text, load_for_inference, prompt_tokens
 
 TEMPLATE = (
@@ -83,14 +83,14 @@ def test_a_taken_port_is_named(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be served at") as caught:
-            serve.serve_model(folder, "127.0.0.1", port)
+            generate.serve_model(folder, "127.0.0.1", port)
     assert f"--port {port + 1}" in caught.value.hint
 
 
 def test_missing_packages_are_named(folder, monkeypatch):
-    monkeypatch.setattr(serve, "NEEDED", ("fastapi", "no_such_package"))
+    monkeypatch.setattr(generate, "NEEDED", ("fastapi", "no_such_package"))
     with pytest.raises(ConfigError, match="serve needs no_such_package, not installed") as caught:
-        serve.serve_model(folder, "127.0.0.1", free_port())
+        generate.serve_model(folder, "127.0.0.1", free_port())
     assert re.search(r'pip install "fullshard\[serve\]"', caught.value.hint)
 
 
@@ -104,11 +104,11 @@ def test_vllm_is_taken_on_an_accelerator(folder, monkeypatch):
     def execute(program: str, arguments: list[str]) -> None:
         raise Started(program, arguments)
 
-    monkeypatch.setattr(serve, "select_device", lambda number: torch.device("meta"))
-    monkeypatch.setattr(serve.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(serve.os, "execv", execute)
+    monkeypatch.setattr(generate, "select_device", lambda number: torch.device("meta"))
+    monkeypatch.setattr(generate.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(generate.os, "execv", execute)
     with pytest.raises(Started) as caught:
-        serve.serve_model(folder, "127.0.0.1", port := free_port())
+        generate.serve_model(folder, "127.0.0.1", port := free_port())
     program, arguments = caught.value.args
     assert program == "/bin/vllm" and arguments[:3] == ["/bin/vllm", "serve", str(folder)]
     assert arguments[3:] == [

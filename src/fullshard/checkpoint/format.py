@@ -2,25 +2,16 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from fullshard.errors import CheckpointError, ConfigError, UserError, refusal
-from fullshard.run_folder import (
-    CHECKPOINTS,
-    MERGE_FACTS,
-    MERGED,
-    list_checkpoints,
-    newest_checkpoint,
-    read_json,
-    write_json,
-)
+from fullshard import run_folder
+from fullshard.errors import CheckpointError, UserError, refusal
+from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -112,9 +103,6 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
     return manifest
 
 
-verify_checkpoint = partial(read_manifest, hashes=True)
-
-
 def hash_file(path: Path) -> str:
     """XXH3 (128 bit) of a file, hexadecimal, read in blocks: it finds damage, not forgery."""
     with open(path, "rb") as file:
@@ -126,11 +114,7 @@ class Verification:
     """``found``: each checkpoint or merged folder with what is wrong with it, or nothing."""
 
     found: tuple[tuple[str, str], ...]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether all are whole."""
-        return not any(problem for _, problem in self.found)
+    healthy = property(lambda self: not any(problem for _, problem in self.found))  # all are whole
 
     def to_text(self) -> str:
         """A line each."""
@@ -138,36 +122,32 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Read every byte of a run's checkpoints and merged folder, of one checkpoint, or of one merged folder. Raises
-    ConfigError where ``path`` is none of these."""
-    return Verification(tuple(_problems(Path(path))))
-
-
-def _problems(path: Path) -> Iterator[tuple[str, str]]:
-    if not any((path / name).exists() for name in (CHECKPOINTS, MANIFEST, COMPLETE, MERGE_FACTS)):
-        hint = "Give a run folder, a checkpoint in it, or a merged folder."
-        raise ConfigError(f"{path} holds nothing that can be verified.", hint)
-    inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / MERGED]
-    for folder in [folder for folder in inside if folder.is_dir()] if (path / CHECKPOINTS).is_dir() else [path]:
+    """Read every byte of a run's checkpoints and merged folder, or of one such folder. ConfigError: it is neither."""
+    path, found = Path(path), []
+    is_run = (path / run_folder.CHECKPOINTS).is_dir()
+    if not is_run and not any((path / name).exists() for name in (MANIFEST, COMPLETE, MERGE_FACTS)):
+        raise refusal("not_verifiable", path=path)
+    inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / run_folder.MERGED]
+    for folder in filter(Path.is_dir, inside) if is_run else [path]:
         try:
             if (folder / MERGE_FACTS).is_file():
                 for name, wanted in read_json(folder / MERGE_FACTS)["output_xxh3"].items():
                     if not (folder / name).is_file() or hash_file(folder / name) != wanted:
                         raise CheckpointError(f"{name} is not what was written.")
             else:
-                verify_checkpoint(folder)
-            yield str(folder), ""
+                read_manifest(folder, hashes=True)
+            found.append((str(folder), ""))
         except UserError as error:
-            yield str(folder), error.message
+            found.append((str(folder), error.message))
+    return Verification(tuple(found))
 
 
 def newest_good(run: Path, step: int | None = None) -> tuple[int, Path, list[str]]:
     """The newest whole checkpoint of ``run`` and why newer ones are none; that of ``step`` must be whole itself."""
-    newest = newest_checkpoint(run, step)
-    problems: list[str] = []
+    newest, problems = newest_checkpoint(run, step), []
     for number, folder in [newest] if step else reversed(list_checkpoints(run)):
         try:
-            verify_checkpoint(folder)
+            read_manifest(folder, hashes=True)
             return number, folder, problems
         except UserError as error:
             if step:

@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,10 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import (
-    FileFacts,
-    Manifest,
-    Piece,
-    StoredTensor,
-    hash_file,
-    read_manifest,
-    write_manifest,
-)
+from fullshard.checkpoint.format import Manifest, Piece, StoredTensor, hash_file, read_manifest, write_manifest
 from fullshard.errors import Blame, CheckpointError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
-from fullshard.model.tensor_files import DTYPE_NAMES, FileTensor, read_header
+from fullshard.model.load import DTYPE_NAMES, FileTensor, read_header
 from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel
@@ -34,8 +26,7 @@ PROOF = "proof.safetensors"
 
 
 class Saver:
-    """Writes checkpoints of a run, each rank its own ranges; while training goes on where memory allows. ``keep_best``:
-    that with the lowest held-out loss stays, too."""
+    """Writes a run's checkpoints, each rank its ranges. ``keep_best``: that of the lowest held-out loss stays too."""
 
     def __init__(self, run: Path, ranks: Ranks, keep_last: int, keep_best: bool = False) -> None:
         self._run, self._ranks, self._keep, self._keep_best = run, ranks, keep_last, keep_best
@@ -47,8 +38,7 @@ class Saver:
         extra: dict[str, dict[str, torch.Tensor] | str], beside: bool = False,
     ) -> Path:  # fmt: skip
         """Start the checkpoint of ``step``; the folder that it gets. ``facts``: of the manifest; ``extra``: rank 0's
-        other files by name, tensors or text. ``beside``: from a copy in host memory, while the caller goes on.
-        Collective."""
+        files by name, tensors or text. ``beside``: from a copy in host memory, while the caller goes on. Collective."""
         self.wait()
         final = checkpoint_path(self._run, step)
         temporary = final.with_name(f".{final.name}.tmp")
@@ -91,29 +81,26 @@ class Saver:
             if not self._ranks.is_first:
                 return
             said = [temporary / say(rank) for rank in range(self._ranks.num_ranks)]
-            while not all(path.is_file() for path in said):  # a rank that fails ends this process, too
-                time.sleep(0.02)
-            mine = [read_json(path) for path in said]
-            joined: dict[tuple[str, str], StoredTensor] = {}  # the whole tensors that the ranks' pieces make
-            found = [one for each in mine for one in each["described"]]
-            for piece in sorted(
-                TypeAdapter(list[StoredTensor]).validate_python(found), key=lambda one: one.pieces[0].start
-            ):
-                before = joined.get((piece.name, piece.kind))
-                whole = replace(piece, pieces=before.pieces + piece.pieces) if before else piece
-                joined[piece.name, piece.kind] = whole
+            pieces, all_files = [], {}
             for path in said:
+                while not path.is_file():  # a rank that fails ends this process, too
+                    time.sleep(0.02)
+                pieces += (each := read_json(path))["described"]
+                all_files |= each["files"]
                 path.unlink()
+            joined: dict[tuple[str, str], dict[str, Any]] = {}  # the whole tensors that the ranks' pieces make
+            for one in sorted(pieces, key=lambda one: one["pieces"][0]["start"]):
+                joined.setdefault((one["name"], one["kind"]), one | {"pieces": []})["pieces"] += one["pieces"]
             if PEFT_CONFIG in files:  # the adapter as PEFT has it; a vocabulary that has grown belongs to it
                 whole = {}
-                for one in joined.values():
-                    if one.kind == "weight":
-                        parts = [read_header(temporary / piece.file)[piece.key].read() for piece in one.pieces]
-                        name = one.name if is_adapter(one.name) else PEFT_PREFIX + one.name
-                        whole[name] = torch.cat(parts).view(one.shape)
-                mine[0]["files"][PEFT_TENSORS] = _write_file(temporary / PEFT_TENSORS, whole)
-            all_files = {name: FileFacts(**one) for each in mine for name, one in each["files"].items()}
-            write_manifest(temporary, Manifest(tensors=tuple(joined.values()), files=all_files, **facts))
+                for (name, kind), one in joined.items():
+                    if kind == "weight":
+                        parts = [read_header(temporary / piece["file"])[piece["key"]].read() for piece in one["pieces"]]
+                        name = name if is_adapter(name) else PEFT_PREFIX + name
+                        whole[name] = torch.cat(parts).view(one["shape"])
+                all_files[PEFT_TENSORS] = _write_file(temporary / PEFT_TENSORS, whole)
+            values = {"tensors": [*joined.values()], "files": all_files, **facts}
+            write_manifest(temporary, TypeAdapter(Manifest).validate_python(values))
             sync_path(temporary)
             publish_folder(temporary, final)
             self._prune()
@@ -185,8 +172,8 @@ class OwnCheckpoint:
         """The proof: tokens (1, T) int64 and the training state's logits (T, vocabulary) fp32."""
         if not (place := self.folder / PROOF).is_file():
             raise CheckpointError(f"{place} is missing: a merge cannot be proven.", "Use another step.")
-        tokens, logits = (self.open_file(PROOF)[key] for key in ("tokens", "logits"))
-        return tokens.read().view(tokens.shape), logits.read().view(logits.shape).float()
+        tokens, logits = (self.open_file(PROOF)[key].whole() for key in ("tokens", "logits"))
+        return tokens, logits.float()
 
 
 @torch.no_grad()

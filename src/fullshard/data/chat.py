@@ -1,5 +1,4 @@
 """From messages or text to token ids and the mask of supervised tokens, for any chat template. Only here are ids made.
-
 An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
 and with the turn. Where all turns begin the whole conversation it is one training row, else each is a row of its own.
 Inside a turn ``{% generation %}`` markers decide. A template that allows none of this is refused."""
@@ -23,6 +22,7 @@ from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
 Variables = dict[str, Any] | None
+Tools = list[Any] | None
 RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
 MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the square
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
@@ -101,7 +101,7 @@ class Renderer:
         template = tokenizer.chat_template or ""  # or several by name
         self._template = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         self._require_read(self.arguments, "Correct the name in data.template_arguments, or remove it.")
-        self._tools: list[Any] | None = None  # of the conversation at hand
+        self._tools: Tools = None  # of the conversation at hand
         self._whole: tuple[list[Message], str, Encoded] = ([], "", Encoded([], []))  # the last one: asked for twice
         self._frame: tuple[str, str] | None = None
         added = tokenizer.added_tokens_decoder
@@ -116,7 +116,7 @@ class Renderer:
         except DataError as error:
             raise DataError(f"{row.origin}: {error.message}", error.hint) from None
 
-    def chat(self, messages: list[Message], tools: list[Any] | None = None) -> list[Rendered]:
+    def chat(self, messages: list[Message], tools: Tools = None) -> list[Rendered]:
         """The training rows of a conversation: one, or one per assistant turn where the template rewrites history. A
         row without any supervised token is returned as such. Raises DataError where no right mask can be made."""
         if self.loss_on != "all" and any(each.get("train") and each["role"] != "assistant" for each in messages):
@@ -141,7 +141,7 @@ class Renderer:
             return [self._mark(whole, turns, messages)]
         return [self._mark(turn.encoded, [turn], messages[: turn.place + 1]) for turn in turns]
 
-    def prompt(self, prompt: str | list[Message], tools: list[Any] | None = None) -> list[int]:
+    def prompt(self, prompt: str | list[Message], tools: Tools = None) -> list[int]:
         """Token ids up to where the answer begins: of a conversation (with the generation prompt) or a plain text."""
         if not isinstance(prompt, str):
             return self.encode(self._text(self._begin(prompt, tools), True)).ids
@@ -149,7 +149,7 @@ class Renderer:
         is_added = ids[1:] and ids[-1] == eos and not prompt.rstrip().endswith(self.tokenizer.eos_token)
         return ids[:-1] if is_added else ids
 
-    def answer(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+    def answer(self, messages: list[Message], tools: Tools = None) -> list[int]:
         """Token ids of the last message, an assistant's, as training sees them, with the end-of-turn token."""
         if not _says_something(messages[-1]):
             return []
@@ -173,7 +173,7 @@ class Renderer:
         if unread := [name for name, word in words.items() if not re.search(rf"\b({word})\b", self._template)]:
             raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
 
-    def _begin(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+    def _begin(self, messages: list[Message], tools: Tools) -> list[Message]:
         self._tools = tools or None
         roles = [message["role"] for message in messages[:2]]
         if roles in (["system", "user"], ["developer", "user"]) and not self._takes(roles[0]):

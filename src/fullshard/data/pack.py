@@ -9,6 +9,7 @@ import numpy as np
 from fullshard.config import TrainSection, parse_quantity
 from fullshard.errors import refusal
 
+Amount = tuple[int, str]  # of "rows" or "tokens"
 EVEN_BELOW = 16  # sequences a rank: one more of them is then over 6 % of what the rank has to do
 
 
@@ -20,9 +21,7 @@ def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
-def windows(
-    lengths: np.ndarray, seed: int, epoch: int, quantity: tuple[int, str], drop_last: bool = False
-) -> list[np.ndarray]:
+def windows(lengths: np.ndarray, seed: int, epoch: int, quantity: Amount, drop_last: bool = False) -> list[np.ndarray]:
     """The row ids (int64) of each optimizer step of ``epoch``, in order. ``lengths``: tokens a row. ``quantity``:
     (64, "rows"), or (65536, "tokens"): rows until the next would exceed it, one at least. ``drop_last``: no smaller."""
     count, unit = quantity
@@ -39,9 +38,7 @@ def windows(
 
 def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, np.ndarray]]:
     """(epoch, row ids) of every optimizer step of a run; a part of an epoch is at least one. ConfigError for none."""
-    quantity = parse_quantity(train.global_batch)
-    steps: list[tuple[int, np.ndarray]] = []
-    epoch = 0
+    quantity, steps, epoch = parse_quantity(train.global_batch), [], 0
     while epoch < train.epochs and (train.max_steps is None or len(steps) < train.max_steps):
         if not (of_epoch := windows(lengths, train.seed, epoch, quantity, train.drop_last)):
             size = len(lengths) if quantity[1] == "rows" else int(lengths.sum())
@@ -53,7 +50,7 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
 
 
 def lay_out(
-    window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: tuple[int, str], packing: bool, max_length: int
+    window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: Amount, packing: bool, max_length: int
 ) -> list[list[list[list[int]]]]:
     """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids, each whole and in
     one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
@@ -98,8 +95,7 @@ def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: i
     a multiple of the ranks where they are few; or best-fit decreasing, where even ones would be more."""
     rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
     assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
-    tight: list[list[int]] = []
-    room: list[int] = []
+    tight, room = [], []  # sequences, and the tokens that each has room for
     for row in rows:
         length = int(lengths[row])
         fitting = (place for place, left in enumerate(room) if length <= left)

@@ -240,8 +240,7 @@ class _Preparation:
     def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
         """Read, render and write all rows that the journal does not know."""
         rows = read_splits(self.config, self.accounts)
-        num_done = sum(split.book.rows + split.book.copies for split in self.splits.values())
-        deque(islice(rows, num_done), maxlen=0)
+        deque(islice(rows, sum(split.book.rows + split.book.copies for split in self.splits.values())), maxlen=0)
         due = 0.0
         try:
             with closing(Workers((self.tokenizer, self.config.data, num_embeddings), num_cores())) as workers:

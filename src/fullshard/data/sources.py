@@ -1,5 +1,4 @@
-"""From records to rows: the shape of the data, its messages and tools, how often a file is seen, what is wrong; and the
-account of what became of every row, with the lines that say so."""
+"""From records to rows: shape, messages and tools, how often, what is wrong; and what became of each, in lines."""
 
 import hashlib
 import itertools

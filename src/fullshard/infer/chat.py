@@ -36,8 +36,7 @@ def start_chat(
         if not answerer.has_template:
             generate.prompt_tokens(answerer, "", system)  # refuses a system message
         settings = generate.generation_settings(answerer, max_new_tokens, temperature, 1.0)
-        messages: list[dict[str, str]] = []
-        talks.append((answerer.model.name_or_path if compare else "", answerer, settings, messages))
+        talks.append((answerer.model.name_or_path if compare else "", answerer, settings, []))
     plain = "" if answerer.has_template else "no chat template: every line is completed by itself; "
     console.print(f"{plain}{HELP}")
     num_answers = 0

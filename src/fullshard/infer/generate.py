@@ -1,9 +1,13 @@
-"""Answers from a model folder: greedy or sampled, in batches whose answers are those of single calls. Prompts are
-padded on the left and pads masked by place, so that pad may equal stop. Shapes: B prompts, S tokens of the longest."""
+"""Answers from a model folder, or a server: greedy or sampled, in batches whose answers are those of single calls.
+Prompts are padded on the left, pads masked by place: pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
 import json
+import os
+import shutil
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import util
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from fullshard.data.chat import Message, Renderer, choose_pad_id, load_tokenizer
+from fullshard.data.chat import Message, Renderer, Tools, Variables, choose_pad_id, load_tokenizer
 from fullshard.device import num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
 from fullshard.model.blocks import PEFT_CONFIG
@@ -21,6 +25,8 @@ from fullshard.model.load import attention_for, read_config, stop_ids, union_of_
 from fullshard.run_folder import MERGE_FACTS, read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
+Ids = list[int]  # of tokens
+NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ class Stream(TextStreamer):
         print(text, end="", file=self._writer, flush=True)
 
 
-def load_for_inference(model: str | Path | Answerer, template_arguments: dict[str, Any] | None = None) -> Answerer:
+def load_for_inference(model: str | Path | Answerer, template_arguments: Variables = None) -> Answerer:
     """Load a model (folder or id), or a PEFT adapter on its base, once: fp32 on CPU, bf16 on an accelerator, over all
-    of them where there are several. Raises ModelError. ``template_arguments``: variables of the chat template; default:
-    those of the run that the folder was merged from."""
+    of them where there are several. ``template_arguments``: the chat template's; None: the merged run's. ModelError."""
     if isinstance(model, Answerer):
         other = template_arguments is not None
         return replace(model, renderer=Renderer(model.tokenizer, "all", template_arguments)) if other else model
@@ -69,11 +74,16 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
         raise refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent))
     if adapter:
+        from peft import PeftModel, get_peft_model_state_dict
+        from peft.utils import load_peft_weights
+
         with Blame(ModelError, f"{adapter} does not fit {folder}", f"Merge it: fullshard merge {adapter} --base MODEL"):
-            loaded = _with_adapter(loaded, adapter)
+            loaded = PeftModel.from_pretrained(loaded, str(adapter), autocast_adapter_dtype=False)
+            stored = load_peft_weights(str(adapter), device="cpu")
+            if strange := stored.keys() ^ get_peft_model_state_dict(loaded).keys():  # PEFT only warns
+                raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")
     tokenizer = load_tokenizer(adapter if adapter and any(adapter.glob("tokenizer*")) else folder)
-    # generate() fills every unset value from the model's own generation config: a clean one keeps greedy greedy.
-    loaded.generation_config = GenerationConfig()
+    loaded.generation_config = GenerationConfig()  # generate() fills unset values from it: a clean one stays greedy
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
     pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", arguments_for(folder, template_arguments))
@@ -81,17 +91,7 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: dict[st
     return Answerer(loaded.eval() if spread else loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
 
 
-def _with_adapter(model: Any, folder: Path) -> Any:
-    from peft import PeftModel, get_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-    if strange := load_peft_weights(str(folder), device="cpu").keys() ^ get_peft_model_state_dict(wrapped).keys():
-        raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")  # PEFT only warns
-    return wrapped
-
-
-def arguments_for(folder: Path, given: dict[str, Any] | None) -> dict[str, Any]:
+def arguments_for(folder: Path, given: Variables) -> dict[str, Any]:
     """Variables of the chat template: those ``given``, else as the run set them that ``folder`` was merged from."""
     made = read_json(folder / MERGE_FACTS, optional=True)
     return (made.get("settings", {}).get("template_arguments") or {}) if given is None else given
@@ -99,11 +99,10 @@ def arguments_for(folder: Path, given: dict[str, Any] | None) -> dict[str, Any]:
 
 def generate_text(
     model: str | Path | Answerer, prompts: Sequence[Prompt], max_new_tokens: int = 64, system: str | None = None,
-    template_arguments: dict[str, Any] | None = None, stream: TextIO | None = None, **options: Any,
+    template_arguments: Variables = None, stream: TextIO | None = None, **options: Any,
 ) -> list[str]:  # fmt: skip
     """The answers to ``prompts``, in order, without special tokens. ``system``: where a prompt has none. ``stream``:
-    where the answer to a single prompt is printed as it is made. ``options``: of ``generate_ids``. ConfigError where
-    settings do not fit or a prompt and its answer exceed the positions."""
+    gets a single answer as it is made. ``options``: of ``generate_ids``. ConfigError: unfit settings, or too long."""
     answerer = load_for_inference(model, template_arguments)
     prompt_ids = [prompt_tokens(answerer, prompt, system) for prompt in prompts]
     if stream and len(prompts) == 1:
@@ -112,9 +111,7 @@ def generate_text(
     return [answerer.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
 
 
-def prompt_tokens(
-    answerer: Answerer, prompt: Prompt, system: str | None = None, tools: list[Any] | None = None
-) -> list[int]:
+def prompt_tokens(answerer: Answerer, prompt: Prompt, system: str | None = None, tools: Tools = None) -> Ids:
     """The token ids of one prompt, up to where the answer begins."""
     if answerer.has_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -127,21 +124,18 @@ def prompt_tokens(
 
 
 def generate_ids(
-    answerer: Answerer, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0,
-    seed: int = 0, batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None,
-    **options: Any,
-) -> list[list[int]]:  # fmt: skip
-    """Like ``generate_text`` on token ids: the new ids of each answer, cut before its stop id. ``temperature``: 0 is
-    greedy; else the ``top_p`` share of probability is sampled, repeatably by ``seed``. ``progress``: (done, all).
-    ``options``: of ``generate_batch``."""
+    answerer: Answerer, prompt_ids: Sequence[Ids], max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0,
+    batch_size: int = 16, top_p: float = 1.0, progress: Callable[[int, int], None] | None = None, **options: Any,
+) -> list[Ids]:  # fmt: skip
+    """Like ``generate_text`` on token ids: each answer's new ids, up to a stop id. ``temperature`` 0: greedy; else the
+    ``top_p`` share is sampled, repeatably by ``seed``. ``progress``: (done, all). ``options``: ``generate_batch``'s."""
     settings = generation_settings(answerer, max_new_tokens, temperature, top_p)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1; it is {batch_size}.", "Leave it out for 16.")
     for number, ids in enumerate(prompt_ids, 1):
         check_length(answerer, len(ids), max_new_tokens, f"Prompt {number}")
     by_length = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
-    answers: dict[int, list[int]] = {}
-    device = answerer.model.device
+    answers, device = {}, answerer.model.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         for start in range(0, len(by_length), batch_size):
@@ -169,13 +163,13 @@ def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) 
 
 def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str) -> None:
     """Raise ConfigError where a prompt is empty or, with its answer, exceeds the model's positions."""
-    limit = answerer.max_positions
     if num_prompt_tokens == 0:
         raise ConfigError(f"{name} is empty: it has no token.", "Write at least one word.")
-    if limit is not None and num_prompt_tokens + max_new_tokens > limit:
+    limit, whole = answerer.max_positions, num_prompt_tokens + max_new_tokens
+    if limit is not None and whole > limit:
         room = limit - num_prompt_tokens
         hint = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
-        length = f"{num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is {limit - room + max_new_tokens}"
+        length = f"{num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is {whole}"
         raise ConfigError(f"{name} has {length}, but the model has {limit} positions.", hint)
 
 
@@ -195,14 +189,32 @@ def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: fl
 
 
 @torch.inference_mode()
-def generate_batch(
-    answerer: Answerer, batch: list[Sequence[int]], settings: GenerationConfig, **options: Any
-) -> list[list[int]]:
+def generate_batch(answerer: Answerer, batch: list[Ids], settings: GenerationConfig, **options: Any) -> list[Ids]:
     """The new ids of each answer, cut before its stop id. ``options``: of transformers' ``generate``."""
     longest, device = max(map(len, batch)), answerer.model.device
     rows = [[answerer.pad_id] * (longest - len(ids)) + list(ids) for ids in batch]
     masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
     inputs_BS, mask_BS = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
-    options |= {"input_ids": inputs_BS, "attention_mask": mask_BS, "generation_config": settings}
-    output = answerer.model.generate(**options)
+    output = answerer.model.generate(input_ids=inputs_BS, attention_mask=mask_BS, generation_config=settings, **options)
     return [list(takewhile(lambda n: n not in answerer.stop_ids, ids)) for ids in output[:, longest:].tolist()]
+
+
+def serve_model(
+    model: str | Path, host: str = "localhost", port: int = 8000, template_arguments: Variables = None
+) -> None:
+    """Answer OpenAI's HTTP protocol until Ctrl-C, by vLLM if an accelerator has it or transformers; fp32 on CPU, else
+    bf16. A request's ``chat_template_kwargs`` precede ``template_arguments``. ConfigError: port taken, no package."""
+    folder, device = fetch_model(model), select_device(0)
+    with Blame(ConfigError, f"{host}:{port} cannot be served at", f"Take another port: --port {port + 1}"):
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    defaults = json.dumps(arguments_for(folder, template_arguments))
+    if device.type != "cpu" and (vllm := shutil.which("vllm")):
+        place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
+        os.execv(vllm, [vllm, "serve", str(folder), *place])
+    if missing := [name for name in NEEDED if util.find_spec(name) is None]:
+        raise refusal("not_served", missing=", ".join(missing), model=model)
+    from transformers.cli.serve import Serve
+
+    print(f"http://{host}:{port}/v1 answers as model {folder} (OpenAI's protocol); Ctrl-C ends it", flush=True)
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    Serve(str(folder), host=host, port=port, device=str(device), dtype=dtype, chat_template_kwargs=defaults)

@@ -30,9 +30,7 @@ class ModelNames:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         # every parameter name, tied ones included -> the name it is trained under
         self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
-        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
-        matrices = {parameter for module in owners for parameter in module.parameters(recurse=False)}
-        self.vocabulary = [self.canonical[name] for name, parameter in parameters.items() if parameter in matrices]
+        self.vocabulary = {self.canonical[name] for name in self.weights.vocabulary}
         self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model
         self.places: dict[str, AdapterPlace] = {}  # by the module's name in PEFT's files
         self.adapter_shapes: dict[str, tuple[int, ...]] = {}  # by the tensor's name in PEFT's files

@@ -1,17 +1,24 @@
-"""The merge: a run, another tool's checkpoint or an adapter -> an ordinary Hugging Face folder, proven before it is
-published."""
+"""The merge: a run, another tool's checkpoint or adapter -> an ordinary Hugging Face folder, published once proven."""
 
+import math
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard import metadata_load
 
 from fullshard import run_folder
-from fullshard.checkpoint.format import hash_file, verify_checkpoint
+from fullshard.checkpoint.format import hash_file, read_manifest
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
@@ -19,10 +26,9 @@ from fullshard.errors import ConfigError, MergeError, refusal
 from fullshard.merge.adapter import Adapter, ModelNames, Source, read_adapters
 from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.readers.foreign import ForeignCheckpoint
-from fullshard.merge.side_files import base_name, copy_tokenizer_files, main_dtype, write_card, write_configs
 from fullshard.merge.writer import SHARD_BYTES, ExactWeights, OutputTensor, plan_outputs, write_weights
 from fullshard.model.fetch import fetch_model
-from fullshard.model.load import unfinished_folder
+from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, unfinished_folder, union_of_ids
 from fullshard.run_folder import MERGE_FACTS, newest_checkpoint, read_json, require_run, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,7 +68,7 @@ class Inputs:
             self.compute, self.proof = trainer.get("precision", "fp32"), self.source.proof()
             added = trainer.get("add_tokens", [])
             self.files = [folder / name for name in manifest.files]
-            verify_checkpoint(folder)
+            read_manifest(folder, hashes=True)
         else:
             if step is not None:
                 raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
@@ -78,6 +84,7 @@ class Inputs:
         if isinstance(self.source, ForeignCheckpoint):
             self.names = self.source.take(self.names, lambda new_ids: ModelNames(self.base, lora, new_ids))
         self.adapters: dict[str, Adapter] | None = read_adapters(self.source, self.names) if lora else None
+        self.moved = sum(one.has_moved for one in (self.adapters or {}).values())
         self.exact = ExactWeights(self.names, self.source, self.adapters)
 
     def facts(self) -> dict[str, Any]:
@@ -91,7 +98,7 @@ class Inputs:
             "checkpoint_xxh3": {path.name: hash_file(path) for path in self.files},
             "base_xxh3": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
             "adapters": len(self.adapters) if self.adapters else None,
-            "adapters_moved": sum(one.has_moved for one in self.adapters.values()) if self.adapters else None,
+            "adapters_moved": self.moved if self.adapters else None,
             "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
         }  # fmt: skip
 
@@ -100,10 +107,10 @@ class Inputs:
         stored, unrounded, changes = prove(folder, outputs, self.exact, *self.proof, self.compute)
         changed = [output for output in outputs if not self.exact.changed.isdisjoint(output.parameters)]
         still = [output.name for output in changed if not changes[output.name]]
-        lines = [f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value"]
-        if self.adapters:
-            moved = sum(one.has_moved for one in self.adapters.values())
-            lines.insert(0, f"adapters: {moved} of {len(self.adapters)} have moved (B A is not zero)")
+        lines = (
+            [f"adapters: {self.moved} of {len(self.adapters)} have moved (B A is not zero)"] if self.adapters else []
+        )
+        lines.append(f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value")
         if still:
             lines.append(f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}")
         facts = {"proof": asdict(stored), "proof_unrounded": asdict(unrounded), "change_norms": changes}
@@ -116,16 +123,17 @@ def merge_run(
     base: str | None = None, check: bool = False,
 ) -> MergeResult:  # fmt: skip
     """Merge the newest checkpoint of ``run`` (or that of ``step``), or what another tool saved there for the model
-    ``base``, into ``output`` (default ``run``/merged, or ``run``_merged), whole and proven or not at all. ``dtype``:
-    fp32, bf16, fp16 for the base's own. ``check``: ``run`` is a merged folder, whose proof is made again. MergeError,
-    CheckpointError, ModelError."""
+    ``base``, into ``output`` (default ``run``/merged, or ``run``_merged), proven or not at all. ``dtype``: fp32, bf16,
+    fp16; else the base's. ``check``: prove the merged folder ``run`` again. MergeError, CheckpointError, ModelError."""
     started = time.monotonic()
     if dtype is not None and dtype not in DTYPES:
         raise MergeError(f"dtype {dtype!r} is unknown.", f"One of: {', '.join(DTYPES)}")
     if check:
         return _check(Path(run), started)
     inputs = Inputs(Path(run), step, base)
-    output = Path(output) if output else inputs.place / run_folder.MERGED if inputs.step else _beside(inputs.place)
+    place = inputs.place.resolve()
+    beside = inputs.place / run_folder.MERGED if inputs.step else place.with_name(f"{place.name}_merged")
+    output = Path(output) if output else beside
     _refuse_output(output, inputs, overwrite)
     outputs = plan_outputs(inputs.exact, DTYPES[dtype] if dtype else None)
     num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
@@ -134,7 +142,7 @@ def merge_run(
             raise refusal("no_room", needed=num_bytes / 1e9, parent=output.parent, free=free / 1e9)
         progress("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
-        copied = copy_tokenizer_files(inputs.base, inputs.place, unfinished)
+        copy_tokenizer_files(inputs.base, inputs.place, unfinished)
         if inputs.tokenizer is not None:
             for key in ("is_local", "local_files_only"):  # how it was read here is no fact of the tokenizer
                 inputs.tokenizer.init_kwargs.pop(key, None)
@@ -145,23 +153,18 @@ def merge_run(
         stored, proof, lines = inputs.prove(unfinished, outputs)
         ignored = inputs.names.weights.ignored
         notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in ignored]
-        if not any(name.startswith("tokenizer") for name in copied):
+        if not any(unfinished.glob("tokenizer*")):
             notes.append("the base has no tokenizer files; none copied")
         facts = inputs.facts()
         made_of = f"step {inputs.step}" if inputs.step else f"from {inputs.format}"
-        name = inputs.place.resolve().name if output.name == run_folder.MERGED else output.name
+        name = place.name if output.name == run_folder.MERGED else output.name
         card = {"name": name, "method": facts["method"], "made_of": made_of, "dtype": stored_dtype}
         write_card(inputs.base, unfinished, **card, proof=stored.line)
         facts |= {"dtype": stored_dtype, "notes": notes} | proof
         facts["output_xxh3"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, facts)
-    published = f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})"
-    lines = (*notes, *lines, published)
+    lines = (*notes, *lines, f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})")
     return MergeResult(output, inputs.step, stored.line, lines, stored, time.monotonic() - started)
-
-
-def _beside(place: Path) -> Path:
-    return place.resolve().with_name(f"{place.resolve().name}_merged")
 
 
 def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:
@@ -181,15 +184,69 @@ def _check(folder: Path, started: float) -> MergeResult:
     """Prove a merged folder again: hashes of its files and of its inputs, every tensor, logits."""
     if not (facts := read_json(folder / MERGE_FACTS, optional=True)):
         raise MergeError(f"{folder} was not made by a merge: no {MERGE_FACTS}.", "Give a merged folder.")
-    own = facts["step"] is not None
-    inputs = Inputs(Path(facts["run"]), facts["step"], None if own else facts["base_model"])
+    inputs = Inputs(Path(facts["run"]), facts["step"], facts["base_model"] if facts["step"] is None else None)
     then = {**facts["checkpoint_xxh3"], **facts["base_xxh3"]}
     now = {path.name: path for path in [*inputs.files, *inputs.base.glob("*.safetensors")]}
     files = [(now.get(name, folder / name), wanted) for name, wanted in then.items()]
     for path, wanted in [*files, *((folder / name, wanted) for name, wanted in facts["output_xxh3"].items())]:
         if not path.is_file() or hash_file(path) != wanted:
             raise refusal("not_as_merged", path=path)
-    dtype = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}[facts["dtype"]]
-    stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, dtype))
+    stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, getattr(torch, facts["dtype"])))
     lines = (*lines, f"checked: {folder} is what was merged; {len(files)} input files unchanged")
     return MergeResult(folder, inputs.step, stored.line, lines, stored, time.monotonic() - started)
+
+
+def main_dtype(outputs: list[OutputTensor]) -> str:
+    """The floating-point dtype that most weights are stored in, as config.json names it: float32, bfloat16."""
+    count: Counter[torch.dtype] = Counter()
+    for output in outputs:
+        count[output.dtype] += math.prod(output.shape) if output.dtype.is_floating_point else 0
+    return str(count.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def copy_tokenizer_files(base: Path, trained: Path, folder: Path) -> None:
+    """Copy tokenizer files, chat templates, licence texts as they are; over the base's those of a trained tokenizer."""
+    for home in [base, trained] if any(trained.glob("tokenizer*")) else [base]:
+        for path in (path for pattern in SIDE_FILES for path in home.glob(pattern) if path.is_file()):
+            (target := folder / path.relative_to(home)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
+    """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
+    config = read_json(base / "config.json")
+    if not (generation := read_json(base / GENERATION_CONFIG, optional=True)):
+        generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
+    ids = union_of_ids(generation.get("eos_token_id"), config.get("eos_token_id"), trained_ids, end_id)
+    generation, notes = mended(generation)
+    for values in (config, generation) if ids else ():
+        values["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    (config["text_config"] if "vocab_size" in config.get("text_config", {}) else config)["vocab_size"] = vocabulary_size
+    config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
+    write_json(folder / "config.json", config)
+    write_json(folder / GENERATION_CONFIG, generation)
+    return notes
+
+
+def base_name(base: Path) -> str:
+    """The base's public name where its path or card tells, else its folder's name."""
+    if cached := re.search(r"models(?:--|/)([^/]+)--([^/]+)/snapshots", base.as_posix()):  # of either hub
+        return f"{cached.group(1)}/{cached.group(2)}"
+    named = _front_matter(base).get("base_model")
+    return named if isinstance(named, str) and named else base.name
+
+
+def _front_matter(base: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        return metadata_load(base / "README.md") or {}
+    return {}
+
+
+def write_card(base: Path, folder: Path, **facts: Any) -> None:
+    """Write README.md: base, licence (none: "see the base model"); name, method, what it was made of, dtype, proof."""
+    card, front = _front_matter(base), {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front |= {key: card.get(key) for key in ("license", "license_name", "license_link", "language")}
+    data = ModelCardData(base_model=base_name(base), **front)
+    template = Path(__file__).with_name("model_card.md")
+    ModelCard.from_template(data, template, version=version("fullshard"), **facts).save(folder / "README.md")

@@ -12,10 +12,10 @@ from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodul
 from torch import nn
 
 from fullshard.errors import MergeError, refusal
-from fullshard.merge.adapter import ASK_BASE, ModelNames
+from fullshard.merge.adapter import ASK_BASE
 from fullshard.merge.writer import ExactWeights, OutputTensor
 from fullshard.model.blocks import find_blocks
-from fullshard.model.load import WeightFiles, build_on_meta
+from fullshard.model.load import FileTensor, WeightFiles, build_on_meta
 from fullshard.model.weight_map import WeightMap
 
 FP32_RELATIVE = 1e-4  # of the range: the largest difference, unrounded, where training computed in fp32
@@ -61,24 +61,18 @@ def is_close(comparison: Comparison, low_precision: bool) -> bool:
 
 @torch.no_grad()
 def logits_by_block(model: nn.Module, read: Callable[[str], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (T, V) of ``model``, on meta, for ``tokens`` (1, T): ``read(name)`` gives each parameter in its shape. At
-    most a block, the embedding or the head is in memory at once, in fp32."""
+    """Logits (T, V), fp32, of ``model`` (meta) for ``tokens`` (1, T), a block at a time; ``read(name)``: parameters."""
+
+    class OnDemand(dict[str, torch.Tensor]):
+        def __missing__(self, name: str) -> torch.Tensor:
+            return read(name).float()  # each time
+
     blocks = {type(block).__name__ for block in find_blocks(model)[1]}
-    settings = {"weights_map": _OnDemand(read), "preload_module_classes": list(blocks)}
+    settings = {"weights_map": OnDemand(), "preload_module_classes": list(blocks)}
     attach_align_device_hook(model, "cpu", offload=True, **settings)
     logits = model.eval()(input_ids=tokens, use_cache=False).logits[0]
     remove_hook_from_submodules(model)
     return logits
-
-
-class _OnDemand(dict[str, torch.Tensor]):
-    """Parameters by name, read each time they are asked for."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        self._read = read
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return self._read(name).float()
 
 
 @torch.no_grad()
@@ -101,7 +95,8 @@ def prove(
         reference = logits_by_block(names.model, exact.unmerged, tokens)
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
-    changes = {output.name: _compare_bits(output, weights.files, names) for output in outputs}
+    written, base = weights.files.tensors, names.weights.files.tensors
+    changes = {output.name: _compare_bits(output, written[output.name], base[output.name]) for output in outputs}
     stored = unrounded = compare_logits(reference, logits_by_block(model, weights.read_whole, tokens))
     if rounded := any(output.dtype != output.exact_dtype for output in outputs):
         unrounded = compare_logits(reference, logits_by_block(model, exact.whole, tokens))
@@ -112,20 +107,16 @@ def prove(
     return stored, unrounded, changes
 
 
-def _compare_bits(output: OutputTensor, files: WeightFiles, names: ModelNames) -> float:
-    """Read a written tensor again, block by block: MergeError unless it is, bit for bit, the rounding of its exact
-    values. Returns the Euclidean norm of its change from the base; of new rows, of themselves."""
-    position, squares, base = 0, 0.0, names.weights.files
-    width = max(1, math.prod(output.shape[1:]))
-    old_size = math.prod(base.shape(output.name))
+def _compare_bits(output: OutputTensor, written: FileTensor, base: FileTensor) -> float:
+    """How far (Euclidean) a tensor's old rows are from the base's. MergeError unless it is written, bit for bit."""
+    position, squares = 0, 0.0
     for block in output.blocks():
-        rows = position // width, (position + block.numel()) // width
-        stored = files.read(output.name, *rows) if output.shape else files.read(output.name)
-        if not torch.equal(stored.reshape(-1), block.to(output.dtype)):
+        stop = position + block.numel()
+        if not torch.equal(written.read(position, stop), block.to(output.dtype)):
             raise MergeError(f"{output.name} in the merged folder is not what was written.", "Check the disk.")
-        known = min(block.numel(), old_size - position)
+        known = min(stop, math.prod(base.shape)) - position
         if output.exact_dtype.is_floating_point and known > 0:
-            old = base.read(output.name, rows[0], rows[0] + known // width) if output.shape else base.read(output.name)
-            squares += float((block[:known].float() - old.reshape(-1).float()).square_().sum(dtype=torch.float64))
-        position += block.numel()
+            old = base.read(position, position + known)
+            squares += float((block[:known].float() - old.float()).square_().sum(dtype=torch.float64))
+        position = stop
     return math.sqrt(squares)

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
 from fullshard.model.blocks import base_name, is_adapter, stored_name
-from fullshard.model.load import INDEX
-from fullshard.model.tensor_files import DTYPE_NAMES
+from fullshard.model.load import DTYPE_NAMES, INDEX
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
@@ -67,10 +65,8 @@ class ExactWeights:
         shape = weights.shapes[name]
         row_size = math.prod(shape[1:])
         for first, last in row_blocks(shape):
-            start, stop = first * row_size, last * row_size
-            trained = canonical in self._trained
-            source, stored = (self._checkpoint, canonical) if trained else (weights, name)
-            rows = source.read(stored, start=start, stop=stop)
+            source, stored = (self._checkpoint, canonical) if canonical in self._trained else (weights, name)
+            rows = source.read(stored, start=first * row_size, stop=last * row_size)
             if canonical in self._folded:
                 rows = self._folded[canonical].fold(rows.view(last - first, *shape[1:]), first).reshape(-1)
             yield rows
@@ -96,21 +92,18 @@ class ExactWeights:
 
 def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputTensor]:
     """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is that of floats."""
-    weights, files = exact.names.weights, exact.names.weights.files
-    outputs = []
-    for name in files.names:
-        if (base_dtype := str_to_torch_dtype.get(files.dtype(name))) is None:
-            raise MergeError(f"{name} of the base has dtype {files.dtype(name)}, which cannot be copied.", "")
-        stored_dtype = dtype if dtype and base_dtype.is_floating_point else base_dtype
+    weights, outputs = exact.names.weights, []
+    for name, tensor in weights.files.tensors.items():
+        stored_dtype = dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype
         group = weights.groups.get(name)
         parameters = tuple(group.outputs) if group else ()
         changed = not exact.changed.isdisjoint(parameters)
         if group and group.converter is None:
             shape, blocks = weights.shapes[parameters[0]], partial(exact.blocks, parameters[0])  # grown by new tokens
         else:
-            read = partial(weights.restore, blocks=exact.blocks) if changed else files.read
-            shape, blocks = files.shape(name), partial(lambda read, name: iter([read(name).reshape(-1)]), read, name)
-        exact_dtype = torch.float32 if changed else base_dtype
+            read = partial(weights.restore, name, exact.blocks) if changed else tensor.read
+            shape, blocks = tensor.shape, partial(lambda read: iter([read().reshape(-1)]), read)
+        exact_dtype = torch.float32 if changed else tensor.dtype
         outputs.append(OutputTensor(name, shape, stored_dtype, blocks, exact_dtype, parameters))
     return outputs
 
@@ -145,7 +138,6 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             for block in tensor.blocks():
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
                 if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    raise refusal("not_finite", name=tensor.name, dtype=dtype)
+                    raise refusal("not_finite", name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."))
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

@@ -44,8 +44,7 @@ def peft_config(model: nn.Module, lora: LoraSection) -> Any:
 
 
 def inject_adapters(model: nn.Module, lora: Any) -> None:
-    """Wrap modules of a model on the meta device in PEFT's LoRA layers, as a recipe's section or a LoraConfig says.
-    ModelError where none fits."""
+    """Wrap modules of a model on meta in PEFT's LoRA layers, as a recipe's section or a LoraConfig says. ModelError."""
     from peft import inject_adapter_in_model
 
     config = peft_config(model, lora) if isinstance(lora, LoraSection) else copy(lora)
@@ -74,14 +73,12 @@ def add_adapters(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = 
     inject_adapters(model, lora)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     adapted_head = hasattr(head, "base_layer") and (trains_vocabulary or is_tied(model))
-    if hasattr(embedding, "base_layer") or adapted_head:
-        # It could not be merged into one weight, or would be trained twice.
+    if hasattr(embedding, "base_layer") or adapted_head:  # not to be merged into one weight, or trained twice
         raise refusal("adapted", targets=lora.targets, part="head" if adapted_head else "embedding")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
-    if trains_vocabulary:
-        embedding.requires_grad_(True)
-        head.requires_grad_(True)
+    for module in (embedding, head) if trains_vocabulary else ():
+        module.requires_grad_(True)
 
 
 def peft_config_text(model: nn.Module, config: RunConfig) -> str:

@@ -63,8 +63,7 @@ def attend(
                 part = eager(module, *inner, mask, **settings)[0].transpose(1, 2)
             parts.append(part)
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
-    whole = rows[0] if batch == 1 else torch.cat(rows)
-    return whole.transpose(1, 2).contiguous(), None
+    return (rows[0] if batch == 1 else torch.cat(rows)).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(BY_DOCUMENT, attend)

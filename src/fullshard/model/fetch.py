@@ -6,7 +6,7 @@ import errno
 import importlib.util
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FI
 WAYS = FACTS["other_ways"]
 BUILT_IN = FACTS["built_in"]
 Progress = Callable[[str], None]  # called with what is being done
-# address; download(id, revision=, allow_patterns=) to a folder; files(id, revision=): path and size; what both raise
-_Hub = tuple[str, Callable[..., str], Callable[..., Iterable[Any]], tuple[type[Exception], ...]]
 
 
 def fetch_model(
@@ -91,8 +89,9 @@ def _reason(error: Exception) -> str:
     return f"HTTP {status}" if status else f"{type(cause).__name__}: {without_secrets(first)}"
 
 
-def _hub_of(source: str, model_id: str) -> _Hub:
-    """As in huggingface_hub 2.4.0, and modelscope 1.40.2 with its modelscope_hub 0.5.1."""
+def _hub_of(source: str, model_id: str) -> tuple[str, Callable[..., str], Callable[..., Any], Any]:
+    """Address; download(id, revision=, allow_patterns=) to a folder; files(id, revision=): path, size; what both raise.
+    As in huggingface_hub 2.4.0, and modelscope 1.40.2 with its modelscope_hub 0.5.1."""
     if source == "huggingface":
         if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
             enable_progress_bars()  # loading a model has switched them off

@@ -1,4 +1,5 @@
-"""Model folders: what is in them, the model on the meta device, rows of its files, where answers stop."""
+"""Model folders: what is in them, the model on the meta device, where answers stop. And tensors in files, read by
+position: nothing is mapped, so that what is not read costs no memory."""
 
 import hashlib
 import json
@@ -8,20 +9,24 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_utils import str_to_torch_dtype
 
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.model.tensor_files import DTYPE_NAMES, read_header
 from fullshard.run_folder import publish_folder, read_json, sync_path
 
+AGAIN = "Copy or download this file again."
+DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # safetensors' names: F32, BF16, ...
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -47,22 +52,101 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     return folder
 
 
-def weight_names(folder: Path) -> list[str]:
-    """The weight files that a folder means, there or not: those of its index, else model.safetensors."""
-    if (folder / INDEX).is_file():
-        with Blame(ModelError, f"{folder / INDEX} is damaged: it holds no weight_map", "Download it again."):
-            return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    return [SINGLE]
+def weight_names(folder: Path, single: str = SINGLE, kind: type[UserError] = ModelError) -> list[str]:
+    """The weight files that a folder means, there or not: those of its index, else ``single``. Raises ``kind``."""
+    if (index := folder / f"{single}.index.json").is_file():
+        with Blame(kind, f"{index} is damaged: it holds no weight_map", AGAIN):
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [single]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a tensor: its place in it and, ``position`` bytes on, in a file; ``stride`` (elements) or dense."""
+
+    file: Path
+    position: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    kind: type[UserError] = ModelError  # raised where the file does not hold it
+
+    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [first, last) of the part."""
+        if self.stride is not None:
+            span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+            return self._values(0, span, dtype).as_strided(self.shape, self.stride)[first:last]
+        width = math.prod(self.shape[1:])
+        return self._values(first * width, last * width, dtype).view(last - first, *self.shape[1:])
+
+    def _values(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        size, position = (stop - start) * dtype.itemsize, self.position + start * dtype.itemsize
+        with Blame(self.kind, f"{self.file} cannot be read", AGAIN):
+            found = np.fromfile(self.file, np.uint8, size, offset=position)
+        if found.size != size:
+            raise self.kind(f"{self.file} is cut short: {size} bytes are needed from {position} on.", AGAIN)
+        return torch.from_numpy(found).view(dtype)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor: its shape, dtype and the parts that make it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in its shape."""
+        return self.read().view(self.shape)
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-d. Part.kind where the parts do not cover them once."""
+        shape = self.shape or (1,)
+        width, stop = max(1, math.prod(shape[1:])), math.prod(shape) if stop is None else stop
+        first, last = start // width, -(-stop // width)
+        if len(self.parts) == 1 and self.parts[0].shape == shape:
+            return self.parts[0].rows(first, last, self.dtype).reshape(-1)[start - first * width : stop - first * width]
+        rows, missing = torch.empty(last - first, *shape[1:], dtype=self.dtype), (last - first) * width
+        for part in self.parts:
+            (above, *before), (height, *sizes) = part.offsets, part.shape
+            low, high = max(first, above), min(last, above + height)
+            if low < high:
+                found = part.rows(low - above, high - above, self.dtype)
+                inner = (slice(offset, offset + size) for offset, size in zip(before, sizes, strict=True))
+                rows[(slice(low - first, high - first), *inner)] = found
+                missing -= found.numel()
+        if missing:
+            part = self.parts[0]
+            raise part.kind(f"{part.file.parent}: the parts of a tensor {shape} do not cover it.", AGAIN)
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+
+def read_header(path: Path, kind: type[UserError] = ModelError) -> dict[str, FileTensor]:
+    """The tensors of a safetensors file. Raises ``kind`` where its header does not fit it."""
+    tensors = {}
+    with Blame(kind, f"{path} is damaged", AGAIN), open(path, "rb") as file:
+        size, start = path.stat().st_size, 8 + (length := int.from_bytes(file.read(8), "little"))
+        if start > size:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        for name, facts in json.loads(file.read(length)).items():
+            if name != "__metadata__":
+                shape, dtype, (low, high) = tuple(facts["shape"]), facts["dtype"], facts["data_offsets"]
+                wanted = math.prod(shape) * str_to_torch_dtype[dtype].itemsize
+                if not 0 <= low <= high <= size - start or high - low != wanted:
+                    raise ValueError(f"{name} has bytes {low} to {high} of {size - start}, and needs {wanted}")
+                part = Part(path, start + low, (0,) * max(1, len(shape)), shape or (1,), kind=kind)
+                tensors[name] = FileTensor(shape, str_to_torch_dtype[dtype], (part,))
+    return tensors
 
 
 class WeightFiles:
-    """The tensors of a model folder, read by rows, by position."""
+    """The ``tensors`` of a model folder by name, read by position."""
 
     def __init__(self, path: str | Path) -> None:
         folder = check_model_folder(path)
         self.files = [folder / file for file in weight_names(folder)]
-        self._tensors = {name: tensor for file in self.files for name, tensor in read_header(file).items()}
-        self.names = list(self._tensors)  # of all tensors
+        self.tensors = {name: tensor for file in self.files for name, tensor in read_header(file).items()}
 
     def fingerprint(self) -> str:
         """A hash of config.json and of each weight file's name, size and samples of its bytes; cheap, for ranks."""
@@ -75,23 +159,6 @@ class WeightFiles:
                     file.seek(size * sample // SAMPLES)
                     digest.update(file.read(1 << 12))
         return digest.hexdigest()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the file's header."""
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> str:
-        """dtype of one tensor as safetensors names it: F32, BF16, F16, ..."""
-        return DTYPE_NAMES[self._tensors[name].dtype]
-
-    def read(self, name: str, start_row: int | None = None, stop_row: int | None = None) -> torch.Tensor:
-        """Rows [start_row, stop_row) of one tensor, or all of it, in the file's dtype."""
-        tensor = self._tensors[name]
-        if start_row is None:
-            return tensor.read().view(tensor.shape)
-        rows, *inner = tensor.shape
-        width, stop_row = math.prod(inner), rows if stop_row is None else min(stop_row, rows)
-        return tensor.read(start_row * width, stop_row * width).view(-1, *inner)
 
 
 def read_config(path: str | Path) -> Any:

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from fullshard.errors import Blame, ModelError, refusal
 from fullshard.model.blocks import base_name
-from fullshard.model.load import WeightFiles
+from fullshard.model.load import DTYPE_NAMES, WeightFiles
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
@@ -37,7 +37,7 @@ class WeightMap:
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
         """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: new rows."""
-        self.files, self._where, self._new_ids = files, where, new_ids
+        self.files, self._tensors, self._where, self._new_ids = files, files.tensors, where, new_ids
         self._config, self._prefix = model.config, model.base_model_prefix
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         conversions = get_model_conversion_mapping(model)
@@ -50,9 +50,9 @@ class WeightMap:
             names_of.setdefault(parameter, []).append(name)
         # parameter -> all names of the same parameter, for tied ones
         self.aliases = {name: tuple(names) for names in names_of.values() if len(names) > 1 for name in names}
-        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()) if new_ids else ())
+        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
         vocabulary = [parameter for module in owners for parameter in module.parameters(recurse=False)]
-        self._grown = {name for parameter in vocabulary for name in names_of[parameter]}
+        self.vocabulary = {name for parameter in vocabulary for name in names_of[parameter]}  # of embedding and head
         self._match(model, [entry for entry in conversions if isinstance(entry, WeightConverter)])
         self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
         self._restored: dict[str, dict[str, torch.Tensor]] = {}
@@ -66,17 +66,13 @@ class WeightMap:
         if (group := self._outputs[name]).converter is not None:
             if self._converted_group[0] != group.target:
                 self._converted_group = ("", {})  # let go of the last one first
-                made = self._forward(group, {name: self.files.read(name) for _, name in group.sources})
+                made = self._forward(group, {name: self._tensors[name].whole() for _, name in group.sources})
                 self._converted_group = (group.target, made)
             return self._converted_group[1][name].reshape(-1)[start:stop]
         file_name = group.sources[0][1]
-        if not (shape := self.files.shape(file_name)):
-            return self.files.read(file_name).reshape(-1)
-        width = math.prod(shape[1:])
-        first, last = start // width, -(-stop // width)
-        read_rows = self._read_grown if name in self._grown else self.files.read
-        covering = read_rows(file_name, first, last).reshape(-1)
-        return covering[start - first * width : stop - first * width]
+        if self._new_ids and name in self.vocabulary:
+            return self._read_grown(file_name, start, stop)
+        return self._tensors[file_name].read(start, stop)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole parameter or buffer in its shape, in the files' dtype."""
@@ -92,7 +88,7 @@ class WeightMap:
 
     def dtype(self, name: str) -> str:
         """Safetensors' name of the dtype in which the files hold the parameter."""
-        return self.files.dtype(self._outputs[self._source_name(name)].sources[0][1])
+        return DTYPE_NAMES[self._tensors[self._outputs[self._source_name(name)].sources[0][1]].dtype]
 
     def restore(self, file_name: str, blocks: Callable[[str], Iterable[torch.Tensor]]) -> torch.Tensor:
         """A tensor under its original name, from the flattened values ``blocks(name)`` of its parameters."""
@@ -106,7 +102,7 @@ class WeightMap:
     def _match(self, model: nn.Module, converters: list[WeightConverter]) -> None:
         state, rename = model.state_dict(), core_model_loading.rename_source_key
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        for file_name in sorted(self.files.names, key=core_model_loading.dot_natural_key):
+        for file_name in sorted(self._tensors, key=core_model_loading.dot_natural_key):
             target, pattern = rename(file_name, self._renamings, converters, self._prefix, state)
             if target not in state and file_name in state:  # transformers' own second try
                 target, pattern = rename(file_name, [], [], self._prefix, state)
@@ -122,12 +118,12 @@ class WeightMap:
     def _find_outputs(self, group: Group) -> None:
         """Convert empty tensors of the files' shapes: which parameters come out, and do they go back?"""
         if group.converter is None:
-            group.outputs = {group.target: self.files.shape(group.sources[0][1])}
+            group.outputs = {group.target: self._tensors[group.sources[0][1]].shape}
             return
         counts = Counter(pattern for pattern, _ in group.sources)
         if len(set(counts.values())) > 1 or len(counts) < len(group.converter.source_patterns):
             raise refusal("incomplete_group", where=self._where, target=group.target, counts=dict(counts))
-        empty = {name: torch.empty(self.files.shape(name), device="meta") for _, name in group.sources}
+        empty = {name: torch.empty(self._tensors[name].shape, device="meta") for _, name in group.sources}
         made_of = f"{group.sources[0][1]} and {len(group.sources) - 1} more"
         wrong = refusal("irreversible", where=self._where, target=group.target, made_of=made_of)
         with Blame(ModelError, wrong.message, wrong.hint):
@@ -164,7 +160,8 @@ class WeightMap:
 
     def _check(self, model: nn.Module) -> None:
         for names in set(self.aliases.values()):
-            stored = [self.files.read(self._outputs[name].sources[0][1]) for name in names if name in self._outputs]
+            found = [self._outputs[name].sources[0][1] for name in names if name in self._outputs]
+            stored = [self._tensors[file_name].whole() for file_name in found]
             if any(not torch.equal(value, stored[0]) for value in stored[1:]):
                 raise refusal("ties", where=self._where, names=" and ".join(names))
         parameters = [name for name, _ in model.named_parameters()]
@@ -176,18 +173,19 @@ class WeightMap:
                 raise refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name))
             expected, stored_name = self.shapes[name], self._source_name(name)
             found = self._outputs[stored_name].outputs[stored_name]
-            has_grown = name in self._grown and found[1:] == expected[1:] and found[0] <= expected[0]
-            if found != expected and not has_grown:
+            may_grow = self._new_ids and name in self.vocabulary
+            if found != expected and not (may_grow and found[1:] == expected[1:] and found[0] <= expected[0]):
                 raise refusal("other_shape", name=name, expected=expected, found=found, where=self._where)
 
-    def _read_grown(self, file_name: str, first: int, last: int) -> torch.Tensor:
-        """Rows of a vocabulary tensor: old ones from the file, new ones the mean of the old."""
-        num_old = self.files.shape(file_name)[0]
+    def _read_grown(self, file_name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of a vocabulary tensor: old rows from the file, new ones the mean of the old."""
+        tensor = self._tensors[file_name]
+        num_old, width = tensor.shape[0], math.prod(tensor.shape[1:])
         if file_name not in self._means:
-            whole = self.files.read(file_name)
             kept = [row for row in range(num_old) if row not in self._new_ids]
-            self._means[file_name] = whole.float()[kept].mean(0).to(whole.dtype)
-        mean, stored = self._means[file_name], self.files.read(file_name, min(first, num_old), min(last, num_old))
-        rows = torch.cat([stored, mean.expand(last - first - len(stored), *mean.shape)])
+            self._means[file_name] = tensor.whole().float()[kept].mean(0).to(tensor.dtype).reshape(-1)
+        first, last, mean = start // width, -(-stop // width), self._means[file_name]
+        stored = tensor.read(min(first, num_old) * width, min(last, num_old) * width).view(-1, width)
+        rows = torch.cat([stored, mean.expand(last - first - len(stored), width)])
         rows[[row - first for row in self._new_ids if first <= row < last]] = mean
-        return rows
+        return rows.view(-1)[start - first * width : stop - first * width]

@@ -20,7 +20,7 @@ from tiny_models import make_model, make_tokenizer
 from fullshard.errors import MergeError
 from fullshard.merge.job import merge_run
 from fullshard.merge.readers.foreign import read_pickles
-from fullshard.model.tensor_files import FileTensor, Part
+from fullshard.model.load import FileTensor, Part
 
 DCP_WARNING = "ignore:.*torch.distributed is (disabled|unavailable).*"
 pytestmark = [pytest.mark.filterwarnings(DCP_WARNING), pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import END, EOS, K2_TEMPLATE, ids_of, make_model, make_tokenizer
 
 from fullshard.checkpoint.ranges import PROOF
-from fullshard.merge.job import merge_run
-from fullshard.merge.side_files import base_name
+from fullshard.merge.job import base_name, merge_run
 from fullshard.model.load import mended, stop_ids
 from fullshard.run_folder import read_json
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fullshard.errors import MergeError
 from fullshard.merge import writer
 from fullshard.merge.writer import OutputTensor, row_blocks, write_weights
-from fullshard.model.tensor_files import DTYPE_NAMES
+from fullshard.model.load import DTYPE_NAMES
 
 
 def output_of(name: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> OutputTensor:

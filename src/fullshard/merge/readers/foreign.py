@@ -1,6 +1,5 @@
 """Checkpoints of other tools as sources of a merge: torch's distributed checkpoints (DCP), pickled state dicts,
-safetensors, PEFT adapters. Which format a path holds, where its tensors lie, whose weights its names mean. Nothing in
-them is executed."""
+safetensors, PEFT adapters. Which format it is, where tensors lie, whose weights names mean. Nothing is executed."""
 
 import pickle
 from collections.abc import Callable, Iterable
@@ -10,32 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from fullshard.errors import Blame, MergeError, refusal
-from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, stored_name
-from fullshard.model.load import SINGLE
-from fullshard.model.tensor_files import AGAIN, FileTensor, Part, read_header
-from fullshard.run_folder import read_json
+from fullshard.model.blocks import PEFT_CONFIG, PEFT_TENSORS, stored_name
+from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, weight_names
 
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
-PREFIXES = ("module.", "model.", "state_dict.", "app.", PEFT_PREFIX)  # taken off the front while no name fits
-BESIDE = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng")  # first words of what is no weight
-CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # starts of adapters that belong to a changed base
+FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+BESIDE, CHANGED_BASE = tuple(FACTS["beside"]), tuple(FACTS["changed_base"])
 DCP = ".metadata"
-ALLOWED = {  # all that a .metadata may name, beside torch's dtypes
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ class _PlainData(pickle.Unpickler):
     """Reads pickles of DCP's own data classes; whatever else one names is refused before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()) or (module == "torch" and name in DTYPES):
+        if name in FACTS["allowed"].get(module, ()) or (module == "torch" and name in DTYPES):
             return super().find_class(module, name)
         raise MergeError(f"It names {module}.{name}, which is no plain data: nothing of it was run.", AGAIN)
 
@@ -173,20 +158,14 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
                 raise refusal("several", path=path, found=", ".join(one.parent.name for one in nested))
             files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
             return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", read_dcp
-    for single, read in (
-        (PEFT_TENSORS, _read_safetensors), ("adapter_model.bin", read_pickles),
-        (SINGLE, _read_safetensors), ("pytorch_model.bin", read_pickles),
-    ):  # fmt: skip
-        index = path / f"{single}.index.json"
-        kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
-        if index.is_file():
-            with Blame(MergeError, f"{index} is damaged", AGAIN):
-                names = sorted(set(read_json(index)["weight_map"].values()))
-            if absent := [name for name in names if not inside(path, name).is_file()]:
-                raise refusal("files_absent", path=path, count=len(absent), all=len(names), first=absent[0])
-            return [path / name for name in names], kind, read
-        if (path / single).is_file():
-            return [path / single], kind, read
+    for single in (PEFT_TENSORS, "adapter_model.bin", SINGLE, "pytorch_model.bin"):
+        names = weight_names(path, single, MergeError)
+        absent = [name for name in names if not inside(path, name).is_file()]
+        if absent and (path / f"{single}.index.json").is_file():
+            raise refusal("files_absent", path=path, count=len(absent), all=len(names), first=absent[0])
+        if not absent:
+            kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
+            return [path / name for name in names], kind, read_pickles if single.endswith(".bin") else _read_safetensors
     raise refusal("no_format", path=path)
 
 
@@ -201,18 +180,17 @@ def _lora_config(folder: Path) -> Any:
         config = PeftConfig.from_pretrained(str(folder))
     start = config.init_lora_weights if isinstance(config, LoraConfig) else None
     if start is None or str(start).lower().startswith(CHANGED_BASE) or config.trainable_token_indices:
-        kind = start or config.peft_type
-        raise refusal("other_adapter", path=folder, kind=kind)
+        raise refusal("other_adapter", path=folder, kind=start or config.peft_type)
     return config
 
 
 def _clean(name: str, known: set[str]) -> str | None:
     """The name in ``known`` that a tool's name means: without what wrappers added."""
-    for wrapper in WRAPPERS:
+    for wrapper in FACTS["wrappers"]:
         name = name.replace(wrapper, "")
     name = stored_name(name)
     while name not in known:
-        if (prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)) is None:
+        if (prefix := next((prefix for prefix in FACTS["prefixes"] if name.startswith(prefix)), None)) is None:
             return None
         name = name.removeprefix(prefix)
     return name

@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
-
 import typer
 import yaml
-
 import fullshard
 from fullshard.errors import UserError
 from fullshard.words import answer_word

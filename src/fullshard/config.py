@@ -6,10 +6,8 @@ import re
 import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
-
 from fullshard.errors import ConfigError, refusal
 from fullshard.words import answer_word
 

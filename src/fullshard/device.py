@@ -8,11 +8,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
 import psutil
 import torch
 from torch.nn.attention.varlen import varlen_attn
-
 from fullshard.errors import Blame, ConfigError, refusal
 
 HOST_BACKEND = "gloo"  # carries CPU tensors and Python objects, whatever the device

@@ -14,12 +14,10 @@ from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
 import psutil
 import yaml
 from jinja2 import Template
 from packaging.version import Version
-
 from fullshard.config import DataFile, RunConfig
 from fullshard.errors import ConfigError, UserError
 from fullshard.planning.hardware import find_accelerator, read_host
@@ -111,7 +109,6 @@ def _read_package(name: str, least: str, newest: str) -> Result:
 def _read_build() -> Result:
     try:
         import torch
-
         from fullshard.device import torch_build, why_unused
 
         build, unused = torch_build(), why_unused()
@@ -186,7 +183,6 @@ def examine_rank(ranks: Any, place: Path) -> Iterator[Check]:
 def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check:
     """Error against fp64 and rate of a product, next to ``plain``, that of fp32."""
     import torch
-
     from fullshard.device import num_cores, set_fast_fp32, supports_bf16
     from fullshard.planning.speed import timed_product
     from fullshard.train.precision import precision_of

@@ -15,9 +15,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import numpy as np
-
 from fullshard import run_folder
 from fullshard.config import DataSection, RunConfig
 from fullshard.data.chat import Renderer

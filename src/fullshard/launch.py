@@ -22,10 +22,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from typing import Any
-
 import psutil
 import yaml
-
 from fullshard import doctor, run_folder
 from fullshard.checkpoint.format import newest_good, read_manifest
 from fullshard.config import RunConfig, config_from_dict, load_config
@@ -159,7 +157,6 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
     from rich.console import Console
     from torch import __version__ as torch_version
-
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model import fetch, load, weight_map

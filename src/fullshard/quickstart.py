@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import yaml
 from jinja2 import StrictUndefined, Template
@@ -18,7 +17,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
-
 import fullshard
 from fullshard.config import DataSection, config_from_dict
 from fullshard.data.chat import Renderer, load_tokenizer

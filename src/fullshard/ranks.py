@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device
 from fullshard.errors import TrainError, UserError, refusal
 

@@ -10,7 +10,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-
 from fullshard.errors import Blame, ConfigError, refusal
 
 SCHEMA_VERSION = 1

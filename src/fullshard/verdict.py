@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined

@@ -3,7 +3,6 @@
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import yaml
 
 TOOLS = {"L": "LLaMA-Factory", "S": "ms-swift", "A": "Axolotl", "T": "TRL"}

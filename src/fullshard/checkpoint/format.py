@@ -5,10 +5,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
 import xxhash
 from pydantic import TypeAdapter, ValidationError
-
 from fullshard import run_folder
 from fullshard.errors import CheckpointError, UserError, refusal
 from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json

@@ -8,11 +8,9 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
-
 from fullshard.checkpoint.format import Manifest, Piece, StoredTensor, hash_file, read_manifest, write_manifest
 from fullshard.errors import Blame, CheckpointError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name

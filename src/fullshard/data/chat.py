@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, ClassVar
-
 from fullshard.data.sources import Row
 from fullshard.errors import Blame, DataError, ModelError, refusal
 from fullshard.run_folder import read_json

@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
 import yaml
-
 from fullshard.errors import Blame, DataError, refusal, without_secrets
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}

@@ -1,9 +1,7 @@
 """Near copies among rows: 5-grams of token ids, MinHash (Broder 1997) for candidates, then the true Jaccard index."""
 
 from collections.abc import Callable
-
 import numpy as np
-
 from fullshard.data.pack import scatter
 
 GRAM, THRESHOLD = 5, 0.8  # tokens; Jaccard index of two near copies' sets of 5-grams

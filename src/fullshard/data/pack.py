@@ -3,9 +3,7 @@ ranks and micro-batches (lay_out), with the same loss in every layout. No torch 
 
 import heapq
 from bisect import bisect_left
-
 import numpy as np
-
 from fullshard.config import TrainSection, parse_quantity
 from fullshard.errors import refusal
 

@@ -15,12 +15,10 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
-
 from fullshard.config import RunConfig
 from fullshard.data import chat
 from fullshard.data.sources import KEPT, Account, Row, hash_content, iterate_rows, report_lines, set_apart

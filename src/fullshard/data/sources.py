@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
 from jinja2 import StrictUndefined, Template
-
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
 from fullshard.errors import Blame, DataError, refusal

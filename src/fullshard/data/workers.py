@@ -16,10 +16,8 @@ from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
-
 import numpy as np
 from jinja2 import Environment, nodes
-
 from fullshard.config import DataSection
 from fullshard.data.chat import Rendered, Renderer
 from fullshard.data.sources import Account, Row

@@ -5,11 +5,9 @@ from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
-
 import torch
 from rich.console import Console
 from rich.markup import escape
-
 from fullshard.errors import UserError
 from fullshard.infer import generate
 from fullshard.infer.generate import Answerer

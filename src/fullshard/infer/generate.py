@@ -11,11 +11,9 @@ from importlib import util
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
-
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
-
 from fullshard.data.chat import Message, Renderer, Tools, Variables, choose_pad_id, load_tokenizer
 from fullshard.device import num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal

@@ -4,9 +4,7 @@ model/adapters.py; an embedding's W is (tokens, width), its A (rank, tokens), it
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
 import torch
-
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.readers.foreign import ForeignCheckpoint

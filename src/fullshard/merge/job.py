@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
 import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
-
 from fullshard import run_folder
 from fullshard.checkpoint.format import hash_file, read_manifest
 from fullshard.checkpoint.ranges import OwnCheckpoint

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
 import torch
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 from torch import nn
-
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE
 from fullshard.merge.writer import ExactWeights, OutputTensor

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-
 from fullshard.errors import MergeError, refusal
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
 from fullshard.model.blocks import base_name, is_adapter, stored_name

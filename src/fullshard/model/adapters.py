@@ -9,12 +9,10 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
-
 from fullshard.config import LoraSection, RunConfig
 from fullshard.errors import ModelError, refusal
 from fullshard.model.blocks import ADAPTER, base_name, is_adapter, is_tied

@@ -4,12 +4,10 @@ documents end to end, pads as one more), H heads, S positions, D features a head
 import sys
 from dataclasses import dataclass, field
 from typing import Any
-
 import torch
 import torch.nn.functional as functional
 from torch import nn
 from transformers import AttentionInterface
-
 from fullshard.device import varlen_attention
 
 BY_DOCUMENT = "by_document"  # the name in transformers' registry, given as attn_implementation

@@ -2,9 +2,7 @@
 the names of one parameter in the model, in our checkpoints, and in PEFT's adapter files."""
 
 import re
-
 from torch import nn
-
 from fullshard.errors import ModelError
 
 ADAPTER = "default"

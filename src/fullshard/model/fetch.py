@@ -10,13 +10,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
 import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
 from fullshard.config import RunConfig
 from fullshard.device import cache_folder
 from fullshard.errors import Blame, ModelError, refusal, without_secrets

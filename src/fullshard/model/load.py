@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 import yaml
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_utils import str_to_torch_dtype
-
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.model.attention import BY_DOCUMENT

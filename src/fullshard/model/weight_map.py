@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
-
 import torch
 from torch import nn
 from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
-
 from fullshard.errors import Blame, ModelError, refusal
 from fullshard.model.blocks import base_name
 from fullshard.model.load import DTYPE_NAMES, WeightFiles

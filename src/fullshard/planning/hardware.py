@@ -6,10 +6,8 @@ import platform
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-
 import psutil
 import yaml
-
 from fullshard.errors import PlanError, refusal
 
 GIB = 2**30

@@ -7,7 +7,6 @@ LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eage
 
 import math
 from dataclasses import dataclass
-
 from fullshard.planning.shape import ModelShape
 from fullshard.train.loss import CHUNK_LOGIT_BYTES
 from fullshard.train.precision import precision_of

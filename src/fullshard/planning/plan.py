@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import yaml
 from jinja2 import StrictUndefined, Template
-
 from fullshard.planning.memory import Line
 
 EXPLAIN = yaml.safe_load(Path(__file__).with_name("explain.yaml").read_text(encoding="utf-8"))

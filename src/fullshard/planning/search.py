@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import yaml
-
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32

@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 from torch import nn
-
 from fullshard.config import LoraSection
 
 
@@ -48,7 +46,6 @@ def shipped_config(path: str) -> Path | None:
 def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
     """The model on the meta device, from its folder or a shipped config, with more tokens; else ModelError."""
     from transformers import AutoConfig
-
     from fullshard.model.load import build_from_config, read_config
 
     shipped = shipped_config(path)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import torch
 import yaml
 from torch.utils.benchmark import Timer
-
 from fullshard.device import supports_bf16
 from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import LOGIT_BYTES, Job, Practice, block_bytes_per_token, own_practice

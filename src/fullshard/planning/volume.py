@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-
 import numpy as np
-
 from fullshard.config import DataFile, DataSection, RunConfig
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import PlanError

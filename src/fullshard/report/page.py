@@ -9,11 +9,9 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
 import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from fullshard import run_folder, verdict
 from fullshard.config import RunConfig
 from fullshard.data.chat import load_tokenizer

@@ -2,7 +2,6 @@
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-
 from fullshard.shard.interface import Shard, ShardedModel, local_part
 from fullshard.train.precision import Precision
 

@@ -4,7 +4,6 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

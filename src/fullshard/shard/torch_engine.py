@@ -5,13 +5,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
 from fullshard.device import device_of
 from fullshard.shard.interface import Shard, in_later_replica, local_part
 from fullshard.train.precision import Precision

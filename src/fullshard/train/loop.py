@@ -9,10 +9,8 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
-
 from fullshard.checkpoint.ranges import PROOF, Saver, load_checkpoint
 from fullshard.config import RunConfig
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer

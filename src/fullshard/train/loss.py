@@ -5,12 +5,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-
 from fullshard.data.pack import lay_out
 from fullshard.data.prepared import Batch, PreparedData, make_batch
 from fullshard.errors import ConfigError, DataError

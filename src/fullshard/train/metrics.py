@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module, util
 from pathlib import Path
 from typing import Any
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from fullshard.errors import refusal
 from fullshard.train.precision import log_text
 

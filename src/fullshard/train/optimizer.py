@@ -3,9 +3,7 @@
 import math
 import re
 from collections import Counter
-
 import torch
-
 from fullshard.checkpoint.ranges import Moments
 from fullshard.config import RunConfig
 from fullshard.errors import refusal

@@ -5,11 +5,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import torch
 from jinja2 import Template
 from torch import nn
-
 from fullshard.errors import ConfigError
 from fullshard.model.blocks import find_units, is_adapter
 

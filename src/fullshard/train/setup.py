@@ -4,11 +4,9 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
 from fullshard.config import RunConfig
 from fullshard.errors import TrainError, refusal
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, start_value

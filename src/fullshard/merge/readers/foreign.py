@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
 import torch
 import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
-
 from fullshard.errors import Blame, MergeError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_TENSORS, stored_name
 from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, weight_names

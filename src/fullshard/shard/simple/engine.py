@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
-
 from fullshard.device import device_of
 from fullshard.errors import refusal
 from fullshard.shard.interface import Shard, in_later_replica

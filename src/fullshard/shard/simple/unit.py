@@ -5,14 +5,11 @@ parameters are views of it for ever: what autograd has saved for backward stays 
 the same values again before."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-
 import torch
 from torch import nn
-
 from fullshard.shard.interface import Shard
 from fullshard.shard.simple.layout import Layout, Slot
 from fullshard.shard.simple.wire import Wire

@@ -7,10 +7,8 @@ run on a stream of their own; sums only, since averages and pre-multiplied sums 
 
 from dataclasses import dataclass
 from typing import Any
-
 import torch
 import torch.distributed as dist
-
 from fullshard.device import SideStream
 
 

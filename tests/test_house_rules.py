@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "fullshard"
 # The layer of a module is that of its longest prefix. Layer 3 names the job in the second place.
 LAYERS: dict[str, tuple[int, str]] = {
     "errors": (0, ""),
+    "frozen": (0, ""),
     "config": (0, ""),
     "run_folder": (0, ""),
     "words": (0, ""),

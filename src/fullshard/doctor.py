@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from jinja2 import Template
 from packaging.version import Version
 from fullshard.config import DataFile, RunConfig
 from fullshard.errors import ConfigError, UserError
+from fullshard.frozen import Frozen
 from fullshard.planning.hardware import find_accelerator, read_host
 from fullshard.run_folder import read_json, write_json
 
@@ -29,8 +30,7 @@ FILE = "doctor.json"  # of ``run_rank``: the place to look at, then what was fou
 Result = tuple[str, str] | tuple[str, str, str]  # level (empty: ok), finding, name of the fix where not the check's
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(Frozen):
     """One finding. ``ok``: ok | warn | fail; ``fix`` is empty where nothing is wrong; ``rate``: a product's FLOP/s."""
 
     name: str
@@ -40,8 +40,7 @@ class Check:
     rate: float = 0.0
 
 
-@dataclass(frozen=True)
-class MachineReport:
+class MachineReport(Frozen):
     """All checks: of this machine, or of all nodes."""
 
     checks: tuple[Check, ...]

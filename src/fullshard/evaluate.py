@@ -7,7 +7,7 @@ import re
 import runpy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from fractions import Fraction
 from functools import partial
 from importlib import import_module
@@ -23,6 +23,7 @@ from fullshard.data.files import open_records
 from fullshard.data.prepared import read_splits
 from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.errors import Blame, ConfigError, DataError
+from fullshard.frozen import Frozen
 from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import MERGE_FACTS, read_json, read_metrics
@@ -37,8 +38,7 @@ Scorer = Callable[[str, Row, str], float]  # of answer, row, expected
 SCORER_HINT = "It needs: def score(answer: str, row: dict) -> float"
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Frozen):
     """One row: the prompt's last message, the expected answer, and what the model said (greedy)."""
 
     row: int  # its place in the data
@@ -53,8 +53,7 @@ class Answer:
     score: float | None  # by the user's scorer
 
 
-@dataclass(frozen=True)
-class EvalResult:
+class EvalResult(Frozen):
     """What a model achieves on a data file; ``base`` holds the same for the model it is compared with."""
 
     model: str
@@ -79,8 +78,7 @@ class EvalResult:
         return asdict(self) | made | {"base": self.base and self.base.to_json()}
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(Frozen):
     """Models on the same rows, and comparisons of two each (``verdict.compare``)."""
 
     data: str

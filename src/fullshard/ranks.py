@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device
 from fullshard.errors import TrainError, UserError, refusal
+from fullshard.frozen import Frozen
 
 COLLECTIVE_TIMEOUT_SECONDS = 600
 SEEN_WITHIN_SECONDS = 10  # a network file system may show a new file late
@@ -24,8 +24,7 @@ BEAT_SECONDS = 5.0  # between two signs of life of a rank that others wait for
 stop_ranks = dist.destroy_process_group
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(Frozen):
     """This process's place among the ranks. ``host``: the gloo group of objects and barriers; None: the default one."""
 
     rank: int

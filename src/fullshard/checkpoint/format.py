@@ -2,13 +2,14 @@
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 from fullshard import run_folder
 from fullshard.errors import CheckpointError, UserError, refusal
+from fullshard.frozen import Frozen
 from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
 
 FORMAT = 2
@@ -16,8 +17,7 @@ MANIFEST = "manifest.json"
 COMPLETE = "complete"  # holds the manifest's hash; written last
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Frozen):
     """The range [start, stop) of a flattened tensor, stored 1-d under ``key`` in ``file``."""
 
     file: str
@@ -26,8 +26,7 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Frozen):
     """One tensor of one kind: its full shape and the pieces that cover it, sorted by start."""
 
     name: str  # parameter name as in the transformers model, adapters as in PEFT's saved files
@@ -37,16 +36,14 @@ class StoredTensor:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
-class FileFacts:
+class FileFacts(Frozen):
     """What the manifest says of one file."""
 
     bytes: int
     xxh3: str  # XXH3 (128 bit), hexadecimal
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Frozen):
     """All that a checkpoint says about itself. Raises CheckpointError unless its pieces cover each tensor once."""
 
     format: int = field(default=FORMAT, kw_only=True)
@@ -107,8 +104,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(Frozen):
     """``found``: each checkpoint or merged folder with what is wrong with it, or nothing."""
 
     found: tuple[tuple[str, str], ...]

@@ -11,12 +11,12 @@ import threading
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, ClassVar
 from fullshard.data.sources import Row
 from fullshard.errors import Blame, DataError, ModelError, refusal
+from fullshard.frozen import Frozen
 from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
@@ -30,8 +30,7 @@ READ_AS = {"reasoning_content": "reasoning_content|reasoning|thinking"}  # trans
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(Frozen):
     """One training row. ``stops`` are the positions of supervised end-of-turn tokens."""
 
     ids: list[int]

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ from fullshard.data.sources import KEPT, Account, Row, hash_content, iterate_row
 from fullshard.data.workers import RECORD, BatchRenderer, Part, Workers, cut_chunks
 from fullshard.device import num_cores
 from fullshard.errors import Blame, DataError, UserError, refusal
+from fullshard.frozen import Frozen
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
@@ -98,8 +98,7 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
     return PreparedData(Path(folder) / split)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Frozen):
     """One micro-batch of one rank. All tensors are int64 of shape (B, S)."""
 
     input_ids: torch.Tensor

@@ -13,6 +13,7 @@ from jinja2 import StrictUndefined, Template
 from fullshard.config import DataFile, DataSection
 from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
 from fullshard.errors import Blame, DataError, refusal
+from fullshard.frozen import Frozen
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -26,8 +27,7 @@ Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Frozen):
     """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row). A
     message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name, train
     (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import util
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from fullshard.data.chat import Message, Renderer, Tools, Variables, choose_pad_id, load_tokenizer
 from fullshard.device import num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
+from fullshard.frozen import Frozen
 from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import attention_for, read_config, stop_ids, union_of_ids
@@ -27,8 +28,7 @@ Ids = list[int]  # of tokens
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 
 
-@dataclass(frozen=True)
-class Answerer:
+class Answerer(Frozen):
     """A model loaded for inference, with its tokenizer and where it stops."""
 
     model: Any

@@ -1,12 +1,13 @@
 """Fold LoRA adapters into their base weights: W + scale * B A, in fp32, a block of rows at a time. Shapes as in
 model/adapters.py; an embedding's W is (tokens, width), its A (rank, tokens), its B (width, rank). DoRA: m * V / |V|."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 import torch
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import MergeError, refusal
+from fullshard.frozen import Frozen
 from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
 from fullshard.model.blocks import PEFT_PREFIX, is_adapter, stored_name
@@ -39,8 +40,7 @@ class ModelNames:
             self.adapter_shapes = {stored_name(name): tuple(value.shape) for name, value in added}
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(Frozen):
     """The update of one weight, fp32: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``; stacked experts
     have one dimension more in front. ``factor`` (rows, 1) or (1, columns) multiplies the sum (DoRA)."""
 

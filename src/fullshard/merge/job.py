@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
 from fullshard.errors import ConfigError, MergeError, refusal
+from fullshard.frozen import Frozen
 from fullshard.merge.adapter import Adapter, ModelNames, Source, read_adapters
 from fullshard.merge.proof import Comparison, prove
 from fullshard.merge.readers.foreign import ForeignCheckpoint
@@ -33,8 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none
 
 
-@dataclass(frozen=True)
-class MergeResult:
+class MergeResult(Frozen):
     """A published merge. ``line`` is the proof; ``to_text()`` is all there is to print."""
 
     folder: Path

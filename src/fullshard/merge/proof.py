@@ -4,12 +4,12 @@ positions, V vocabulary. Range: largest minus smallest logit of the training sta
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 import torch
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 from torch import nn
 from fullshard.errors import MergeError, refusal
+from fullshard.frozen import Frozen
 from fullshard.merge.adapter import ASK_BASE
 from fullshard.merge.writer import ExactWeights, OutputTensor
 from fullshard.model.blocks import find_blocks
@@ -20,8 +20,7 @@ FP32_RELATIVE = 1e-4  # of the range: the largest difference, unrounded, where t
 LOW_PRECISION_KL = 1e-3  # nats: the mean divergence where it did not, and as stored
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Frozen):
     """Two sets of logits for the same tokens, compared."""
 
     max_difference: float  # logits

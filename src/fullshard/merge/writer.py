@@ -4,12 +4,12 @@ stream. Wider dtypes come first, so that each tensor starts at a multiple of its
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from fullshard.errors import MergeError, refusal
+from fullshard.frozen import Frozen
 from fullshard.merge.adapter import ASK_BASE, Adapter, ModelNames, Source
 from fullshard.model.blocks import base_name, is_adapter, stored_name
 from fullshard.model.load import DTYPE_NAMES, INDEX
@@ -18,8 +18,7 @@ SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
 
 
-@dataclass(frozen=True)
-class OutputTensor:
+class OutputTensor(Frozen):
     """A tensor to write. ``blocks()`` yields its flattened values in order, exact (before rounding to ``dtype``)."""
 
     name: str

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 from fullshard.config import LoraSection, RunConfig
 from fullshard.errors import ModelError, refusal
+from fullshard.frozen import Frozen
 from fullshard.model.blocks import ADAPTER, base_name, is_adapter, is_tied
 
 
@@ -89,8 +89,7 @@ def peft_config_text(model: nn.Module, config: RunConfig) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-@dataclass(frozen=True)
-class AdapterPlace:
+class AdapterPlace(Frozen):
     """One adapter: its ``module`` in the wrapped model and the base's ``parameter`` that it changes."""
 
     module: str

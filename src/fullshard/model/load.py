@@ -9,7 +9,6 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -20,6 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.modeling_utils import str_to_torch_dtype
 from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
+from fullshard.frozen import Frozen
 from fullshard.model.attention import BY_DOCUMENT
 from fullshard.run_folder import publish_folder, read_json, sync_path
 
@@ -58,8 +58,7 @@ def weight_names(folder: Path, single: str = SINGLE, kind: type[UserError] = Mod
     return [single]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Frozen):
     """A block of a tensor: its place in it and, ``position`` bytes on, in a file; ``stride`` (elements) or dense."""
 
     file: Path
@@ -86,8 +85,7 @@ class Part:
         return torch.from_numpy(found).view(dtype)
 
 
-@dataclass(frozen=True)
-class FileTensor:
+class FileTensor(Frozen):
     """One tensor: its shape, dtype and the parts that make it."""
 
     shape: tuple[int, ...]

@@ -4,18 +4,18 @@ import difflib
 import os
 import platform
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 import psutil
 import yaml
 from fullshard.errors import PlanError, refusal
+from fullshard.frozen import Frozen
 
 GIB = 2**30
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Accelerator:
+class Accelerator(Frozen):
     """One kind of device. ``matched``: words of its device name (lower case); the first kind with all wins."""
 
     matched: tuple[str, ...]
@@ -64,8 +64,7 @@ def parse_devices(text: str) -> tuple[int, Accelerator]:
     return int(count), card
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Frozen):
     """This machine's CPU side. ``available_bytes`` may be given to new processes now, container limits included."""
 
     processor: str

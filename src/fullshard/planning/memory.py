@@ -6,7 +6,7 @@ LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eage
 """
 
 import math
-from dataclasses import dataclass
+from fullshard.frozen import Frozen
 from fullshard.planning.shape import ModelShape
 from fullshard.train.loss import CHUNK_LOGIT_BYTES
 from fullshard.train.precision import precision_of
@@ -23,8 +23,7 @@ LOAD_SPARE_BYTES = 30_000_000
 MOMENTS = ("always", "backward", "late", "head", "block", "step")
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Frozen):
     """What besides the model decides a rank's memory."""
 
     method: str  # full | lora
@@ -52,8 +51,7 @@ class Job:
         return num_blocks if self.recompute is True else min(int(self.recompute), num_blocks)
 
 
-@dataclass(frozen=True)
-class Practice:
+class Practice(Frozen):
     """How a trainer does it: bytes of one number at rest and on its way. ``own_practice`` gives fullshard's."""
 
     weight: int  # a trained weight at rest, with a copy in compute precision where one stays
@@ -85,8 +83,7 @@ def own_practice(job: Job) -> Practice:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Frozen):
     """A cause of memory; ``when``: one of MOMENTS."""
 
     cause: str

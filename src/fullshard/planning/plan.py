@@ -2,19 +2,18 @@
 memory over a step and the formulas of time, plan.txt and compare.txt the reports."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 import yaml
 from jinja2 import StrictUndefined, Template
+from fullshard.frozen import Frozen
 from fullshard.planning.memory import Line
 
 EXPLAIN = yaml.safe_load(Path(__file__).with_name("explain.yaml").read_text(encoding="utf-8"))
 REST = "others"  # of a peak: what no line counts, such as a file's tensors while they are loaded
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Frozen):
     """What the planner decided and predicts. Bytes are per rank; seconds are a range, low to high."""
 
     method: str
@@ -67,8 +66,7 @@ class Plan:
         return f"plan: {self.num_steps:,} steps, {fit}, {format_minutes(self.seconds_low, self.seconds_high)}"
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Frozen):
     """Plans of one recipe as full and as LoRA on several numbers of ranks, of which ``own`` is the recipe's."""
 
     own: Plan

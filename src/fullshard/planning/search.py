@@ -5,7 +5,7 @@ import itertools
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -14,6 +14,7 @@ from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
 from fullshard.errors import ConfigError, PlanError, refusal
+from fullshard.frozen import Frozen
 from fullshard.planning import shape as shapes
 from fullshard.planning.hardware import Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import CPU_PROCESS_BYTES, Job, memory_lines, moment_peaks, own_practice
@@ -30,8 +31,7 @@ LONG_ROWS = 1.15  # supervised share of the rows with the most, over that of all
 SAMPLED_WINDOWS = 40  # steps laid out to learn the padding; the rest is scaled
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(Frozen):
     """What a rank may use here."""
 
     kind: str
@@ -46,8 +46,7 @@ class Machine:
         return max(0, usable - LAUNCHER_BYTES) // num_ranks if self.kind == "cpu" else usable
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Frozen):
     """One way to run the recipe, and its memory."""
 
     job: Job
@@ -59,8 +58,7 @@ class Choice:
     peak_bytes = property(lambda self: max(size for name, size in self.moments.items() if name != "merge"))
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(Frozen):
     """Everything the search looks at, read once."""
 
     machine: Machine

@@ -3,15 +3,14 @@
 import json
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from torch import nn
 from fullshard.config import LoraSection
+from fullshard.frozen import Frozen
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Frozen):
     """Counts are numbers of parameters (tied ones once); widths are features per token."""
 
     parameters: int
@@ -92,8 +91,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class AdapterShape:
+class AdapterShape(Frozen):
     """What LoRA adds to a model."""
 
     parameters: int  # of all adapters together

@@ -2,7 +2,6 @@
 shares of efficiency.yaml; docs/planning.md has the formulas and every published run beside its prediction."""
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 import yaml
 from torch.utils.benchmark import Timer
 from fullshard.device import supports_bf16
+from fullshard.frozen import Frozen
 from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import LOGIT_BYTES, Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
@@ -19,8 +19,7 @@ DEVICES_OF_A_NODE = 8  # as sold
 EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(Frozen):
     """Floating-point operations per second of one core (CPU) or one device, in fp32 and bf16 (0.0 without bf16)."""
 
     fp32: float
@@ -29,8 +28,7 @@ class Rates:
     fp16: float = 0.0  # measured where there is no bf16; else as fast as that
 
 
-@dataclass(frozen=True)
-class StepWork:
+class StepWork(Frozen):
     """One rank's work in all steps together."""
 
     padded_tokens: float  # area laid out on this rank
@@ -43,8 +41,7 @@ class StepWork:
     first: tuple[int, int, int] = (0, 0, 0)  # rows, tokens and micro-batches of the first step
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Frozen):
     """What besides shape and job decides a known card's speed; the defaults are fullshard's."""
 
     length: float  # mean tokens of a row

@@ -1,11 +1,11 @@
 """How much data a run has: from the prepared rows where they exist, else estimated from the files' bytes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
 from fullshard.config import DataFile, DataSection, RunConfig
 from fullshard.data.sources import Row, iterate_rows
 from fullshard.errors import PlanError
+from fullshard.frozen import Frozen
 from fullshard.run_folder import CONFIG, PREPARED, read_json
 
 BYTES_PER_TOKEN = 4  # English text in the vocabularies of today's models
@@ -14,8 +14,7 @@ ASSUMED_ROWS = 10_000
 READ_WHOLE_BYTES = 64 << 20  # larger files are counted by lines, not read as rows
 
 
-@dataclass(frozen=True)
-class Volume:
+class Volume(Frozen):
     """Training rows by length. ``lengths``: (rows,) int64 tokens, at most max_length."""
 
     lengths: np.ndarray

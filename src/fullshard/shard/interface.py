@@ -2,15 +2,14 @@
 [start, stop) of its flattened elements. Gradients are *sums* over micro-batches and ranks, there after the last."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from fullshard.frozen import Frozen
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(Frozen):
     """This rank's range of one parameter. ``value`` and ``gradient`` are flat local views; read them afresh."""
 
     name: str

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -18,6 +18,7 @@ from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, make_batch, open_prepared
 from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import ConfigError, TrainError, refusal
+from fullshard.frozen import Frozen
 from fullshard.model.adapters import peft_config_text
 from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.planning.speed import timed_product
@@ -36,8 +37,7 @@ PROOF_TOKENS = 16
 SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
 
 
-@dataclass(frozen=True)
-class TrainResult:
+class TrainResult(Frozen):
     """What a finished run says of itself."""
 
     run: Path

@@ -9,6 +9,7 @@ import torch
 from jinja2 import Template
 from torch import nn
 from fullshard.errors import ConfigError
+from fullshard.frozen import Frozen
 from fullshard.model.blocks import find_units, is_adapter
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -17,8 +18,7 @@ LOG = Template(LOG_TEXT, trim_blocks=True).make_module({"names": NAMES})
 GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles
 
 
-@dataclass(frozen=True)
-class Precision:
+class Precision(Frozen):
     """A mode: dtypes of trained weights at rest (``master``), of frozen ones and products, of the reduction's wire."""
 
     name: str

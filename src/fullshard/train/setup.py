@@ -2,13 +2,13 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from fullshard.config import RunConfig
 from fullshard.errors import TrainError, refusal
+from fullshard.frozen import Frozen
 from fullshard.model.adapters import AdapterPlace, adapter_places, add_adapters, start_value
 from fullshard.model.attention import Documents
 from fullshard.model.blocks import base_name, find_blocks, find_units, is_adapter
@@ -24,8 +24,7 @@ LEAK_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4
 LOSS_PATH_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}  # of the largest logit
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(Frozen):
     """A loaded, sharded model ready to train."""
 
     sharded: ShardedModel

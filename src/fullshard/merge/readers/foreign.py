@@ -3,7 +3,6 @@ safetensors, PEFT adapters. Which format it is, where tensors lie, whose weights
 
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ BESIDE, CHANGED_BASE = tuple(FACTS["beside"]), tuple(FACTS["changed_base"])
 DCP = ".metadata"
 
 
-@dataclass(frozen=True)
 class SavedPart(Part):
     """A part that is a whole file of torch.save, ``size`` bytes from ``position`` of a DCP file."""
 

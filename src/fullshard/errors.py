@@ -20,8 +20,8 @@ class UserError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
-def _kind(name: str, meaning: str) -> type[UserError]:
-    return type(name, (UserError,), {"__doc__": meaning, "__module__": __name__})
+def _kind(name: str, meaning: str, exit_code: int = 2) -> type[UserError]:
+    return type(name, (UserError,), {"__doc__": meaning, "__module__": __name__, "exit_code": exit_code})
 
 
 ConfigError = _kind("ConfigError", "A recipe or override is wrong, or asks for what this machine or engine cannot do.")
@@ -31,7 +31,7 @@ PlanError = _kind("PlanError", "The job does not fit.")
 CheckpointError = _kind("CheckpointError", "A checkpoint is missing, incomplete or does not belong to this run.")
 MergeError = _kind("MergeError", "The merged folder could not be made, or not be proven equal to the training state.")
 TrainError = _kind("TrainError", "Training had to stop (a rank failed, a value is not finite).")
-Stopped = _kind("Stopped", "The run was asked to stop and has saved its state. Exit code: 128 and the signal's number.")
+Stopped = _kind("Stopped", "The run was asked to stop and has saved its state.", 128 + 15)  # of SIGTERM
 ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}
 
 

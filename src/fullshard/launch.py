@@ -257,8 +257,6 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     except ChildFailedError as error:
         failure = _first_failure(run, error)
         if asked and not any((run / run_folder.ERRORS).glob("*.json")):  # asked before it could listen
-            if asked[0] == signal.SIGINT:
-                raise KeyboardInterrupt from None
             command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=NEW_FOLDER"
             failure = refusal("ended_from_outside", signal=asked[0], command=command)
         failure.exit_code = 128 + asked[0] if asked else failure.exit_code

@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 from fullshard import run_folder
-from fullshard.checkpoint.format import hash_file, read_manifest
+from fullshard.checkpoint.format import MANIFEST, hash_file, read_manifest
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
@@ -54,6 +54,8 @@ class Inputs:
 
     def __init__(self, place: Path, step: int | None, base: str | None) -> None:
         """Open a run folder, or what another tool saved, for the model ``base``. MergeError, CheckpointError."""
+        if (place / MANIFEST).is_file():  # a checkpoint in a run
+            place, step = place.resolve().parents[1], read_manifest(place).step
         self.place, self.compute, self.proof, added = place, "fp32", (torch.tensor([[*PROMPT]]), None), []
         if (place / run_folder.CHECKPOINTS).is_dir() or (place / run_folder.CONFIG).is_file():
             self.step, folder = newest_checkpoint(require_run(place), step)

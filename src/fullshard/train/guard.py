@@ -1,40 +1,35 @@
 """What may end a run before its last step: a request to stop, or a rank that hangs."""
 
 import faulthandler
-import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 LEAST_SECONDS = 300.0  # without a step, before a rank counts as hung
 SLOWER = 20  # or so many times the longest step so far, where that is more
 
 
 class Guard:
-    """Signals ask a rank to stop after its step; a second Ctrl-C ends it at once. ``beat`` says that it lives: where
-    none comes in time, the stacks of its threads are written to ``folder`` and it ends."""
+    """Signals ask a rank to stop after its step. ``beat`` says that it lives: where none comes in time, the stacks of
+    its threads are written to ``folder`` and it ends."""
 
     def __init__(self, folder: Path, rank: int, signals: tuple[int, ...]) -> None:
         folder.mkdir(exist_ok=True)
         self._stacks = open(folder / f"rank_{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
         self.asked, self._longest, self._last = 0, 0.0, time.monotonic()
         for number in signals:
-            signal.signal(number, self._ask)
+            signal.signal(number, lambda number, frame: setattr(self, "asked", number))
         if signal.SIGTERM not in signals:  # the launcher ends the others of a failed rank: they leave theirs, too
             faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
 
-    def _ask(self, number: int, frame: Any) -> None:
-        if self.asked == number == signal.SIGINT:
-            os._exit(128 + number)
-        self.asked = number
-
-    def beat(self) -> None:
-        """Between any two steps, evaluations or checkpoints."""
+    def beat(self, watched: bool = True) -> None:
+        """Before a step; not ``watched``: before what may take any time, an evaluation or a checkpoint."""
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
-        limit = max(LEAST_SECONDS, SLOWER * self._longest)
-        faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
+        faulthandler.cancel_dump_traceback_later()
+        if watched:
+            limit = max(LEAST_SECONDS, SLOWER * self._longest)
+            faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
 
     def close(self) -> None:
         """The run is over: nothing is watched any more."""

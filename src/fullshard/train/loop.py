@@ -156,19 +156,17 @@ class Trainer:
         for number, (epoch, window) in enumerate(self.steps[first_step:], first_step + 1):
             self.guard.beat()
             asked = self._step(number, epoch, window)
+            self.guard.beat(watched=False)
             last = number == len(self.steps)
             ends_epoch = last or self.steps[number][0] != epoch
             due = number % train.eval_every == 0 if train.eval_every else ends_epoch
             if self.held_out is not None and (due or last):
                 self.last_eval = self.evaluate(number)
             if last or asked or (number % train.save_every == 0 if train.save_every else ends_epoch):
-                self.guard.beat()
                 self.save(number)
             if asked and not last:
                 self.saver.wait()
-                stopped = refusal("stopped", step=number, run=self.run)
-                stopped.exit_code = 128 + asked
-                raise stopped
+                raise refusal("stopped", step=number, run=self.run)
         self.saver.wait()
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> int:

@@ -295,7 +295,7 @@ def test_nothing_in_a_file_is_run(tmp_path, base, tuned, kind):
         torch.save(Bomb(proof), evil)
         (place / "__0_0.distcp").write_bytes(evil.read_bytes().ljust(1 << 20, b"\0"))
         (place / ".metadata").write_bytes(held)
-    with pytest.raises(MergeError, match=r"cannot be read|no plain data"):
+    with pytest.raises(MergeError, match=r"cannot be read|no plain data|nothing of it was run"):
         merge_run(place, tmp_path / "out", base=str(base))
     assert not proof.exists()
 
@@ -341,7 +341,7 @@ def test_any_range_of_any_layout(tmp_path_factory, shape, data):
     if value.dim() > 1 and data.draw(st.booleans()):
         value = value.transpose(0, -1)
     torch.save({"x": value, "y": [1, "text"], "z": {"deep": value + 1}}, folder / "a.pt")
-    found = read_pickles([folder / "a.pt"])
+    found = read_pickles(folder / "a.pt")
     assert found.keys() == {"x", "z.deep"}
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))

@@ -2,8 +2,8 @@
 safetensors, PEFT adapters. Which format it is, where tensors lie, whose weights names mean. Nothing is executed."""
 
 import pickle
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 import torch
@@ -63,17 +63,15 @@ class _PlainData(pickle.Unpickler):
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def read_pickles(files: Iterable[Path]) -> dict[str, FileTensor]:
-    """The tensors of torch.save's files (pytorch_model.bin, .pt), nested names joined by dots."""
-    tensors = {}
-    for path in files:
-        values = [("", _in_file(path, 0, path.stat().st_size))]
-        for name, value in values:  # grows while it is read
-            if isinstance(value, dict):
-                values += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
-            elif isinstance(value, torch.Tensor):
-                part = _part(path, value, (0,) * max(1, value.dim()), 0)
-                tensors[name] = FileTensor(tuple(value.shape), value.dtype, (part,))
+def read_pickles(path: Path) -> dict[str, FileTensor]:
+    """The tensors of a file of torch.save (pytorch_model.bin, .pt), nested names joined by dots."""
+    tensors, values = {}, [("", _in_file(path, 0, path.stat().st_size))]
+    for name, value in values:  # grows while it is read
+        if isinstance(value, dict):
+            values += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, torch.Tensor):
+            part = _part(path, value, (0,) * max(1, value.dim()), 0)
+            tensors[name] = FileTensor(tuple(value.shape), value.dtype, (part,))
     return tensors
 
 
@@ -81,9 +79,11 @@ def read_pickles(files: Iterable[Path]) -> dict[str, FileTensor]:
 def _in_file(path: Path, position: int, size: int) -> Any:
     """What torch.save wrote there: its tensors without values, which know where in the file these lie."""
     again = "It may be from before torch 1.6: load it there, save it anew. Else copy it again."
-    blame = Blame(MergeError, f"{path} cannot be read without running it", again)
-    with blame, open(path, "rb") as file, FakeTensorMode():
-        return torch.load(_create_file_view(file, position, size), weights_only=True, map_location="cpu")
+    with Blame(MergeError, f"{path} cannot be read", again), open(path, "rb") as file, FakeTensorMode():
+        try:
+            return torch.load(_create_file_view(file, position, size), weights_only=True, map_location="cpu")
+        except pickle.UnpicklingError:  # its own words advise to run it
+            raise MergeError(f"{path} is no file of plain tensors; nothing of it was run.", again) from None
 
 
 def _part(path: Path, value: torch.Tensor, offsets: tuple[int, ...], start: int) -> Part:
@@ -108,7 +108,8 @@ class ForeignCheckpoint:
         self.folder, self.lora = path, None
         files, self.format, read = _find(path)
         self.files = [*files]
-        self._found: dict[str, FileTensor] = read(files[0].parent if read is read_dcp else files)
+        places = [files[0].parent] if read is read_dcp else files
+        self._found = {name: tensor for place in places for name, tensor in read(place).items()}
         self.weights: dict[str, FileTensor] = {}  # by ``take``
         for place in (path, path.parent):
             if (place / PEFT_CONFIG).is_file() and self.lora is None:
@@ -161,12 +162,9 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
             raise refusal("files_absent", path=path, count=len(absent), all=len(names), first=absent[0])
         if not absent:
             kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
-            return [path / name for name in names], kind, read_pickles if single.endswith(".bin") else _read_safetensors
+            read = read_pickles if single.endswith(".bin") else partial(read_header, kind=MergeError)
+            return [path / name for name in names], kind, read
     raise refusal("no_format", path=path)
-
-
-def _read_safetensors(files: list[Path]) -> dict[str, FileTensor]:
-    return {name: tensor for path in files for name, tensor in read_header(path, MergeError).items()}
 
 
 def _lora_config(folder: Path) -> Any:

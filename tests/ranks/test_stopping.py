@@ -21,15 +21,24 @@ from fullshard.run_folder import list_checkpoints
 LONG = ["train.epochs=400", "train.max_steps=300", "train.save_every=100000", "train.eval_every=100000"]
 
 
+STARTED: list[subprocess.Popen] = []
+
+
 @pytest.fixture
 def job(tmp_path):
-    return make_job(tmp_path, 12)
+    yield make_job(tmp_path, 12)
+    for process in STARTED:  # of a test that failed
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    STARTED.clear()
 
 
 def start(job, *arguments, command=FULLSHARD, env=ENVIRONMENT):
     """A run that has taken its first step."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*command, *arguments], cwd=job, env=env, **pipes)
+    STARTED.append(process)
     for line in process.stdout:
         if line.startswith("step 1/"):
             return process
@@ -64,8 +73,7 @@ def test_a_second_ctrl_c_ends_at_once(job):
     )
     process = start(job, "train", "recipe.yaml", *LONG, env={**ENVIRONMENT, "PYTHONPATH": _path(hang)})
     process.send_signal(signal.SIGINT)
-    while "finishing the step" not in process.stderr.readline():
-        pass
+    assert any("finishing the step" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=ENDED_WITHIN_SECONDS)
     assert process.returncode == 130 and not ranks_alive(job)

@@ -302,12 +302,12 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
 
 def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
     """Bytes on disk of a checkpoint, and on a machine's host: a rank on a card reads and saves through host memory."""
-    job, does = choice.job, own_practice(choice.job)
-    written = shape.parameters if job.method == "full" else job.adapters + job.vocabulary
+    job, does, is_full = choice.job, own_practice(choice.job), choice.job.method == "full"
+    written = shape.parameters if is_full else job.adapters + job.vocabulary
     stored, near = does.weight + does.states, job.num_ranks if job.on_cpu else min(job.num_ranks, DEVICES_OF_A_NODE)
     copied = stored * written * job.replicas // job.num_ranks
-    passing = max(4 * shape.largest_tensor, copied)
-    each = choice.peak_bytes if job.on_cpu else CPU_PROCESS_BYTES + passing
+    each = choice.peak_bytes if job.on_cpu else CPU_PROCESS_BYTES + max(4 * shape.largest_tensor, copied)
+    stored += 0 if is_full else does.weight  # once more, as PEFT has it
     return {
         "disk_bytes": stored * written + 64 * shape.vocab_size, "host_bytes": near * each + LAUNCHER_BYTES,
         "stored": stored, "written": written, "vocabulary": shape.vocab_size, "near": near, "host_each": each,

@@ -29,7 +29,6 @@ class Saver:
     def __init__(self, run: Path, ranks: Ranks, keep_last: int, keep_best: bool = False) -> None:
         self._run, self._ranks, self._keep, self._keep_best = run, ranks, keep_last, keep_best
         self._writing: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(1)
 
     def save(
         self, step: int, sharded: ShardedModel, moments: Moments, facts: dict[str, Any],
@@ -47,7 +46,6 @@ class Saver:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             if (free := shutil.disk_usage(temporary).free) < needed:
-                temporary.rmdir()
                 raise refusal("no_room_to_save", final=final, needed=needed / 1e9, free=free / 1e9, run=self._run)
 
         self._ranks.agree(clear if self._ranks.is_first else None)
@@ -57,7 +55,8 @@ class Saver:
             piece = Piece(part, key, shard.start, shard.stop)
             described.append(StoredTensor(name, kind, shard.full_shape, DTYPE_NAMES[value.dtype], (piece,)))
         files = ({part: tensors} if tensors else {}) | (extra if self._ranks.is_first else {})
-        self._writing = self._pool.submit(self._write, final, temporary, files, described, {"step": step, **facts})
+        job = final, temporary, files, described, {"step": step, **facts}
+        self._writing = ThreadPoolExecutor(1).submit(self._write, *job)
         if not beside:
             self.wait()
         return final
@@ -65,22 +64,23 @@ class Saver:
     def wait(self) -> None:
         """Until the last checkpoint is published, on all ranks; raises what went wrong with it. Collective."""
         if self._writing is not None:
-            self._ranks.agree(self._writing.result)
+            result, is_first = self._writing.result, self._ranks.is_first
             self._writing = None
+            self._ranks.agree(None if is_first else result)  # rank 0's thread would wait for one that has failed
+            self._ranks.agree(result if is_first else None)
 
     def _write(
         self, final: Path, temporary: Path, files: dict[str, Any], described: list[StoredTensor], facts: dict[str, Any]
     ) -> None:
         """Write this rank's files and say so in one more; rank 0 publishes when all have. No collective is used."""
-        say, me = "rank_{:05d}.json".format, self._ranks.rank
+        say = "rank_{:05d}.json".format
         with Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {self._run}"):
             found = {name: _write_file(temporary / name, content) for name, content in files.items()}
-            write_json(temporary / say(me), {"described": list(map(asdict, described)), "files": found})
+            write_json(temporary / say(self._ranks.rank), {"described": list(map(asdict, described)), "files": found})
             if not self._ranks.is_first:
                 return
-            said = [temporary / say(rank) for rank in range(self._ranks.num_ranks)]
             pieces, all_files = [], {}
-            for path in said:
+            for path in [temporary / say(rank) for rank in range(self._ranks.num_ranks)]:
                 while not path.is_file():  # a rank that fails ends this process, too
                     time.sleep(0.02)
                 pieces += (each := read_json(path))["described"]

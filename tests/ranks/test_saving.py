@@ -1,0 +1,62 @@
+"""Saving from several ranks: what is written beside training is the state of that moment, and a rank that cannot write
+ends the save on all of them, at once, with the older checkpoint whole."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_pool import pool
+
+from fullshard.checkpoint.format import verify
+from fullshard.checkpoint.ranges import OwnCheckpoint
+from fullshard.run_folder import checkpoint_path, list_checkpoints
+
+FACTS = {"method": "full", "base_model": "/m", "trainer": {}}
+
+
+def save_twice(ranks, folder, beside, failing):
+    """Save step 1, change the values at once, save step 2 with rank ``failing`` on a full disk; what each was told."""
+    from fullshard.checkpoint import ranges
+    from fullshard.errors import CheckpointError
+    from fullshard.shard import Shard
+
+    start = 1000 * ranks.rank
+    value = torch.arange(start, start + 1000).float()
+    shard = Shard("w", (1000 * ranks.num_ranks,), start, start + 1000, value, None, trainable=True, is_copy=False)
+    model, saver = SimpleNamespace(shards=lambda: [shard]), ranges.Saver(Path(folder), ranks, keep_last=2)
+    saver.save(1, model, {("w", "exp_avg"): value.clone()}, FACTS, {}, beside)
+    value += 1  # training goes on
+    saver.wait()
+    write = ranges._write_file
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ranges._write_file = full if ranks.rank == failing else write
+    try:
+        saver.save(2, model, {}, FACTS, {}, beside)
+        saver.wait()
+        return ""
+    except CheckpointError as error:
+        return error.message
+    finally:
+        ranges._write_file = write
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_save_is_of_its_moment_and_fails_on_all_ranks(tmp_path, beside, failing):
+    said = pool(2).run(save_twice, str(tmp_path), beside, failing)
+    steps = [step for step, _ in list_checkpoints(tmp_path)]
+    if failing is None:
+        assert said == ["", ""] and steps == [1, 2]
+    else:
+        assert steps == [1] and all("step_000002 cannot be written: No space left" in one for one in said)
+    assert verify(tmp_path).healthy
+    stored = OwnCheckpoint(checkpoint_path(tmp_path, 1))
+    assert torch.equal(stored.read("w"), torch.arange(2000).float())
+    assert torch.equal(stored.read("w", "exp_avg", 500, 1500), torch.arange(500, 1500).float())

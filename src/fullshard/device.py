@@ -81,7 +81,8 @@ def torch_build() -> str:
     if found := torch.version.cuda or torch.version.hip:
         return f"{'CUDA' if torch.version.cuda else 'ROCm'} {found}"
     load_npu_backend()
-    return f"CPU + torch_npu {sys.modules['torch_npu'].__version__}" if "torch_npu" in sys.modules else "CPU"
+    torch_npu = sys.modules.get("torch_npu")
+    return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
 
 
 def why_unused() -> str:
@@ -145,7 +146,8 @@ def set_fast_fp32(fast: bool) -> None:
     torch.set_float32_matmul_precision("high" if fast else "highest")
     torch.backends.cudnn.allow_tf32 = fast
     if device_kind() == "npu":
-        torch.npu.matmul.allow_hf32 = torch.npu.conv.allow_hf32 = fast
+        torch.npu.matmul.allow_hf32 = fast
+        torch.npu.conv.allow_hf32 = fast
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from fullshard.train.precision import MODES, NAMES
+from fullshard.train.precision import MODES, NAMES, log_text
 
 ROOT = Path(__file__).parents[2]
 PAGES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("precision.md", "precision.zh-CN.md")]
@@ -24,7 +24,7 @@ def test_the_table_of_modes_is_the_code_s():
             assert (master, frozen, wire) == (NAMES[mode.master], NAMES[mode.compute], NAMES[mode.reduce])
             assert products.startswith("TF32" if mode.fast_fp32 else NAMES[mode.compute])
             assert rest == f"{size} + {size} + 8 = {2 * size + 8}" and gathered == str(mode.compute.itemsize)
-        assert MODES["bf16"].line in page
+        assert log_text("mode", MODES["bf16"]) in page
 
 
 def test_errors_come_out_again(capsys):

@@ -28,12 +28,10 @@ class Guard:
         self._longest, self._last = max(self._longest, now - self._last), now
         faulthandler.cancel_dump_traceback_later()
         if watched:
-            limit = max(LEAST_SECONDS, SLOWER * self._longest)
-            faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
+            faulthandler.dump_traceback_later(max(LEAST_SECONDS, SLOWER * self._longest), exit=True, file=self._stacks)
 
     def close(self) -> None:
         """The run is over: nothing is watched any more."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGTERM)
-        self._stacks.close()
         Path(self._stacks.name).unlink(missing_ok=True)

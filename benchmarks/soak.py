@@ -182,11 +182,10 @@ def main() -> None:
             assert first.returncode == 0, first.stderr
             straight[engine, method, ranks] = losses(job / "run")
         keep(soak(job, straight[engine, method, ranks], number, ranks, random.Random(f"{options.seed} {number}")))
+    jobs = sorted(folder.parents[1] for folder in place.glob("*/run/checkpoints"))
     for number in range(options.damages):
-        engine, method = kinds[number % len(kinds)]
-        job = place / f"{engine}_{method}"
-        if (number, False) not in known and (job / "run" / "checkpoints").is_dir():
-            keep(damage(job, number, random.Random(f"{options.seed} damage {number}")))
+        if (number, False) not in known:
+            keep(damage(jobs[number % len(jobs)], number, random.Random(f"{options.seed} damage {number}")))
     runs, damages = ([record for record in done if ("kills" in record) == wanted] for wanted in (True, False))
     kills = [kill for record in runs for kill in record["kills"] if kill["kind"] != "ended before"]
     table = {

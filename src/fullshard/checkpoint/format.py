@@ -13,8 +13,8 @@ from fullshard.frozen import Frozen
 from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
 
 FORMAT = 2
-MANIFEST = "manifest.json"
-COMPLETE = "complete"  # holds the manifest's hash; written last
+MANIFEST, COMPLETE = "manifest.json", "complete"
+MARK = '{{\n  "{}": "{}"\n}}\n'  # what COMPLETE holds, written last: the manifest\'s name and hash
 
 
 class Piece(Frozen):
@@ -76,7 +76,7 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
     path = folder / MANIFEST
     if absent := next((name for name in (MANIFEST, COMPLETE) if not (folder / name).is_file()), None):
         raise CheckpointError(f"{folder} is no finished checkpoint: {absent} is missing.", "Use another step.")
-    if hash_file(path) != read_json(folder / COMPLETE).get(MANIFEST):
+    if (folder / COMPLETE).read_text(errors="replace") != MARK.format(MANIFEST, hash_file(path)):
         raise refusal("not_as_marked", folder=folder, manifest=MANIFEST, complete=COMPLETE)
     if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")

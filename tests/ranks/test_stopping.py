@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_ends_at_once(job):
     (hang / "sitecustomize.py").write_text(
         "import os, sys\nif os.environ.get('RANK') == '1':\n"
         "    import time\n    import fullshard.train.guard as guard\n    beat, count = guard.Guard.beat, []\n"
-        "    def slow(self):\n        beat(self)\n        count.append(1)\n"
+        "    def slow(self, watched=True):\n        beat(self, watched)\n        count.append(1)\n"
         "        time.sleep(600 * (len(count) == 3))\n"
         "    guard.Guard.beat = slow\n"
     )
@@ -105,8 +105,8 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(job):
                 import fullshard.train.guard as guard
                 beat, count = guard.Guard.beat, []
                 guard.LEAST_SECONDS, guard.SLOWER = 6.0, 0
-                def slow(self):
-                    beat(self)
+                def slow(self, watched=True):
+                    beat(self, watched)
                     count.append(1)
                     if os.environ["RANK"] == "1" and len(count) == 3:
                         the_place_where_it_hangs()

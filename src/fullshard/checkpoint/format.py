@@ -12,8 +12,7 @@ from fullshard.errors import CheckpointError, UserError, refusal
 from fullshard.frozen import Frozen
 from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
 
-FORMAT = 2
-MANIFEST, COMPLETE = "manifest.json", "complete"
+FORMAT, MANIFEST, COMPLETE = 2, "manifest.json", "complete"
 MARK = '{{\n  "{}": "{}"\n}}\n'  # what COMPLETE holds, written last: the manifest\'s name and hash
 
 

@@ -67,6 +67,8 @@ def logits_by_block(model: nn.Module, read: Callable[[str], torch.Tensor], token
     blocks = {type(block).__name__ for block in find_blocks(model)[1]}
     settings = {"weights_map": OnDemand(), "preload_module_classes": list(blocks)}
     attach_align_device_hook(model, "cpu", offload=True, **settings)
+    embedding = getattr(model.get_input_embeddings(), "base_layer", model.get_input_embeddings())
+    embedding.weight = nn.Parameter(torch.zeros(1).expand_as(embedding.weight))  # llama4 asks where it lies
     logits = model.eval()(input_ids=tokens, use_cache=False).logits[0]
     remove_hook_from_submodules(model)
     return logits

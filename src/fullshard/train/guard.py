@@ -5,8 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-LEAST_SECONDS = 300.0  # without a step, before a rank counts as hung
-SLOWER = 20  # or so many times the longest step so far, where that is more
+LEAST_SECONDS, SLOWER = 300.0, 20  # a rank hangs: so long without a step, and so many times the longest so far
 
 
 class Guard:

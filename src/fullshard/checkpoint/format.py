@@ -13,7 +13,7 @@ from fullshard.frozen import Frozen
 from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
 
 FORMAT, MANIFEST, COMPLETE = 2, "manifest.json", "complete"
-MARK = '{{\n  "{}": "{}"\n}}\n'  # what COMPLETE holds, written last: the manifest\'s name and hash
+MARK = '{{\n  "{}": "{}"\n}}\n'  # what COMPLETE holds, written last: the manifest's name and hash
 
 
 class Piece(Frozen):

@@ -90,10 +90,10 @@ class Saver:
             for one in sorted(pieces, key=lambda one: one["pieces"][0]["start"]):
                 joined.setdefault((one["name"], one["kind"]), one | {"pieces": []})["pieces"] += one["pieces"]
             if PEFT_CONFIG in files:  # the adapter as PEFT has it; a vocabulary that has grown belongs to it
-                whole = {}
+                whole, opened = {}, {file: read_header(temporary / file) for file in all_files if "part_" in file}
                 for (name, kind), one in joined.items():
                     if kind == "weight":
-                        parts = [read_header(temporary / piece["file"])[piece["key"]].read() for piece in one["pieces"]]
+                        parts = [opened[piece["file"]][piece["key"]].read() for piece in one["pieces"]]
                         name = name if is_adapter(name) else PEFT_PREFIX + name
                         whole[name] = torch.cat(parts).view(one["shape"])
                 all_files[PEFT_TENSORS] = _write_file(temporary / PEFT_TENSORS, whole)

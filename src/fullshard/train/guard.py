@@ -24,7 +24,7 @@ class Guard:
     def beat(self, watched: bool = True) -> None:
         """Before a step; not ``watched``: before what may take any time, an evaluation or a checkpoint."""
         now = time.monotonic()
-        self._longest, self._last = max(self._longest, now - self._last), now
+        self._longest, self._last = max(self._longest, 0.0 if watched else now - self._last), now  # of steps only
         faulthandler.cancel_dump_traceback_later()
         if watched:
             faulthandler.dump_traceback_later(max(LEAST_SECONDS, SLOWER * self._longest), exit=True, file=self._stacks)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from measuring import hardware_name
 
 from fullshard.config import config_from_dict
 from fullshard.data.chat import Renderer, load_tokenizer
@@ -169,7 +170,6 @@ def main() -> None:
     model = ensure_default_model()
     rows = given.gsm8k.read_bytes()
     rows += b"" if rows.endswith(b"\n") else b"\n"
-    hardware = f"cpu{os.cpu_count()}"
     result = {
         "command": " ".join(["python", "benchmarks/data.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
@@ -192,7 +192,7 @@ def main() -> None:
             result["memory"][f"x{copies}"] = measure_memory(model, repeated(copies))
             print(json.dumps(result["memory"]), flush=True)
     given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / f"data_{hardware}_{datetime.date.today():%Y%m%d}.json"
+    path = given.output / f"data_{hardware_name()}_{datetime.date.today():%Y%m%d}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     print(path)

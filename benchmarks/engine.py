@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from measuring import hardware_name
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -259,8 +260,7 @@ def main() -> None:
             tokens = 256 if precision == "fp32" or rates["bf16"] > 20 else 32
             held.append(on_ranks("memory_and_bytes", engine, precision, recompute, micro_batches, tokens))
             print(json.dumps(held[-1]))
-    hardware = f"cpu{os.cpu_count()}"
-    output = options.output or RESULTS / f"engine_{hardware}_{date.today():%Y%m%d}.json"
+    output = options.output or RESULTS / f"engine_{hardware_name()}_{date.today():%Y%m%d}.json"
     facts = {
         "command": " ".join(["python", *sys.argv]), "date": f"{date.today()}",
         "machine": platform.processor() or platform.machine(),

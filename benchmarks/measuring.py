@@ -89,10 +89,15 @@ def hardware() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "load_before": os.getloadavg()[0], "system": platform.platform()}
 
 
+def hardware_name() -> str:
+    """How a result's file names the machine: "cpu2", or "cpu2-bf16" where the CPU multiplies bf16 itself."""
+    return f"cpu{os.cpu_count()}{'-bf16' if has_fast_bf16() else ''}"
+
+
 def write(topic: str, command: str, found: dict[str, Any], packages: tuple[str, ...]) -> Path:
     """Write benchmarks/results/TOPIC_HARDWARE_DATE.json and return its path."""
     today = datetime.date.today()
-    place = RESULTS / f"{topic}_cpu{os.cpu_count()}_{today:%Y%m%d}.json"
+    place = RESULTS / f"{topic}_{hardware_name()}_{today:%Y%m%d}.json"
     versions = {package: metadata.version(package) for package in packages}
     head = {"topic": topic, "command": command, "date": f"{today:%Y-%m-%d}", "versions": versions}
     place.write_text(json.dumps({**head, **found}, indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--kills 100] [--damages 500] [--folder FOLDER] [--seed 0]
 
-Runs of a tiny model (full and LoRA, both engines, 2 to 4 ranks) save every 3 of 40 steps and are killed with signal 9
+Runs of a tiny model (full and LoRA, both engines, 2 to 4 ranks) save every 3 of 50 steps and are killed with signal 9
 at a random moment, one rank, all, or their launcher, during saves, too; every fourth resume takes another
 number of ranks. Each is resumed until it ends; its losses must be those of the uninterrupted run: bit for bit at the
 same ranks, within 1e-5 at others; no process may be left. Damages: one byte flipped, a file cut or removed, over all
@@ -30,7 +30,7 @@ import yaml
 from measuring import ENVIRONMENT, hardware, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-STEPS = 40
+STEPS, KILLS_A_RUN = 50, 4
 FULL_KILLS = 20  # fewer are a look, which leaves no result
 FULLSHARD = [sys.executable, "-m", "fullshard"]
 
@@ -97,10 +97,10 @@ def kill_one(job: Path, command: list[str], draw: random.Random) -> dict[str, An
 
 
 def soak(job: Path, straight: dict[int, float], number: int, ranks: int, draw: random.Random) -> dict[str, Any]:
-    """One run: killed at random until two kills have met it, then resumed to its end; what was found."""
+    """One run: killed at random KILLS_A_RUN times, resumed after each, at last to its end; what was found."""
     shutil.rmtree(job / "run", ignore_errors=True)
     kills, others, command = [], False, ["train", "recipe.yaml", "--ranks", str(ranks)]
-    for _ in range(2):
+    for _ in range(KILLS_A_RUN):
         kills.append(kill_one(job, command, draw))
         now = ranks
         if not list((job / "run" / "checkpoints").glob("step_*")):
@@ -166,9 +166,9 @@ def main() -> None:
         if not record["fine"]:
             print("NOT FINE", json.dumps(record), flush=True)
 
-    kinds = [(engine, method) for engine in ("simple", "torch") for method in ("full", "lora")]
+    kinds = [("simple", "full"), ("torch", "lora"), ("torch", "full"), ("simple", "lora")]
     straight: dict[tuple[str, str, int], dict[int, float]] = {}
-    for number in range(-(-options.kills // 2)):
+    for number in range(-(-options.kills // KILLS_A_RUN)):
         engine, method = kinds[number % len(kinds)]
         ranks, job = 2 + number // len(kinds) % 3, place / f"{engine}_{method}"
         if (number, True) in known:

@@ -129,6 +129,8 @@ def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
     device = select_device(local)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     try:
         if not dist.is_initialized():
             store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))

@@ -4,6 +4,7 @@ ends the save on all of them, at once, with the older checkpoint whole."""
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,3 +61,49 @@ def test_a_save_is_of_its_moment_and_fails_on_all_ranks(tmp_path, beside, failin
     stored = OwnCheckpoint(checkpoint_path(tmp_path, 1))
     assert torch.equal(stored.read("w"), torch.arange(2000).float())
     assert torch.equal(stored.read("w", "exp_avg", 500, 1500), torch.arange(500, 1500).float())
+
+
+def save_within(ranks, folder, limits, beside):
+    """Save step 2 under each limit (bytes) of a file's size; what each save said, "" where it was done."""
+    import shutil
+
+    from fullshard.checkpoint import ranges
+    from fullshard.errors import CheckpointError
+    from fullshard.shard import Shard
+
+    start, said = 300 * ranks.rank, []
+    value = torch.arange(start, start + 300).float()
+    shard = Shard("w", (300 * ranks.num_ranks,), start, start + 300, value, None, trainable=True, is_copy=False)
+    model, saver = SimpleNamespace(shards=lambda: [shard]), ranges.Saver(Path(folder), ranks, keep_last=1)
+    extra = {"proof.safetensors": {"tokens": torch.zeros(400)}, "adapter_config.json": "{}" + " " * 200}
+    moments = {("w", "exp_avg"): value.clone()}
+    saver.save(1, model, moments, FACTS, extra)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in limits:
+        ranks.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            saver.save(2, model, moments, FACTS, extra, beside)
+            saver.wait()
+            said.append("")
+        except CheckpointError as error:
+            said.append(error.message)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        ranks.barrier()
+        found = [step for step, _ in list_checkpoints(Path(folder))]
+        assert verify(folder).healthy and found == ([1] if said[-1] else [2]), (limit, found, said[-1])
+        if not said[-1]:  # begin again with step 1 alone
+            ranks.agree(lambda: shutil.rmtree(checkpoint_path(Path(folder), 2)) if ranks.is_first else None)
+            saver.save(1, model, moments, FACTS, extra)
+    return said
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_disk_that_is_full_at_any_write_leaves_the_older_checkpoint(tmp_path, beside):
+    """The limit falls into every file of the save (adapter and proof, parts, notes of ranks, manifest, mark)."""
+    limits = [*range(0, 2000, 40), 2400, 2800, 3200, 1 << 20]
+    said = pool(2).run(save_within, str(tmp_path), limits, beside)
+    assert said[0][-1] == "" and "" not in said[0][:40]
+    assert all("step_000002 cannot be written: File too large" in each for each in said[0][:40]), said[0]
+    assert [bool(each) for each in said[0]] == [bool(each) for each in said[1]]

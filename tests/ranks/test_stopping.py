@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_ends_at_once(job):
     (hang / "sitecustomize.py").write_text(
         "import os, sys\nif os.environ.get('RANK') == '1':\n"
         "    import time\n    import fullshard.train.guard as guard\n    beat, count = guard.Guard.beat, []\n"
-        "    def slow(self, watched=True):\n        beat(self, watched)\n        count.append(1)\n"
+        "    def slow(self, saving=False):\n        beat(self, saving)\n        count.append(1)\n"
         "        time.sleep(600 * (len(count) == 3))\n"
         "    guard.Guard.beat = slow\n"
     )
@@ -93,34 +93,40 @@ def _path(folder):
     return os.pathsep.join([str(folder), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
 
 
-def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(job):
+@pytest.mark.parametrize("where", ["training", "saving"])
+def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(job, where):
     hang = job / "hang"
     hang.mkdir()
     (hang / "sitecustomize.py").write_text(
         textwrap.dedent(
-            """
+            f"""
             import os, sys
             if "RANK" in os.environ:
                 import time
                 import fullshard.train.guard as guard
-                beat, count = guard.Guard.beat, []
-                guard.LEAST_SECONDS, guard.SLOWER = 6.0, 0
-                def slow(self, watched=True):
-                    beat(self, watched)
-                    count.append(1)
-                    if os.environ["RANK"] == "1" and len(count) == 3:
-                        the_place_where_it_hangs()
-                def the_place_where_it_hangs():
+                guard.LEAST_SECONDS, guard.SLOWER, guard.SAVING_SECONDS = 6.0, 0, 6.0
+                def the_place_where_it_hangs(*_):
                     time.sleep(600)
-                guard.Guard.beat = slow
+                if {where == "training"}:
+                    beat, count = guard.Guard.beat, []
+                    def slow(self, saving=False):
+                        beat(self, saving)
+                        count.append(1)
+                        if os.environ["RANK"] == "1" and len(count) == 3:
+                            the_place_where_it_hangs()
+                    guard.Guard.beat = slow
+                elif os.environ["RANK"] == "1":
+                    import fullshard.checkpoint.ranges as ranges
+                    ranges._write_file = the_place_where_it_hangs
             """
         )
     )
-    process = start(job, "train", "recipe.yaml", *LONG, env={**ENVIRONMENT, "PYTHONPATH": _path(hang)})
+    every = ["train.save_every=2"] if where == "saving" else []
+    process = start(job, "train", "recipe.yaml", *LONG, *every, env={**ENVIRONMENT, "PYTHONPATH": _path(hang)})
     _, errors = process.communicate(timeout=2 * ENDED_WITHIN_SECONDS)
-    assert process.returncode == 2 and "No step within the limit" in errors, errors
+    assert process.returncode == 2 and "No sign of life within the limit" in errors, errors
     assert "the_place_where_it_hangs" in (job / "run/errors/rank_1.stacks").read_text()
-    assert "_step" in (job / "run/errors/rank_0.stacks").read_text()
+    assert {"training": "_step", "saving": "save"}[where] in (job / "run/errors/rank_0.stacks").read_text()
     assert not ranks_alive(job)
 
 

@@ -1,5 +1,6 @@
 """Saving and loading: each rank writes and reads its own ranges; a folder gets its name only when it is whole."""
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from transformers.modeling_utils import str_to_torch_dtype
 from fullshard.checkpoint.format import Manifest, Piece, StoredTensor, hash_file, read_manifest, write_manifest
 from fullshard.errors import Blame, CheckpointError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
@@ -146,20 +148,24 @@ class OwnCheckpoint:
         self._stored = {(stored.name, stored.kind): stored for stored in self.manifest.tensors}
         self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
 
-    def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype."""
+    def read(
+        self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-d, in its stored dtype; in ``out`` if that can hold it."""
         if (stored := self._stored.get((name, kind))) is None:
             raise CheckpointError(f"Step {self.manifest.step} has no {kind} of {name}.", "fullshard verify RUN")
-        parts = []
+        dtype, stop = str_to_torch_dtype.get(stored.dtype), math.prod(stored.shape) if stop is None else stop
+        if out is None or out.dtype != dtype or out.device.type != "cpu":
+            out = torch.empty(stop - start, dtype=dtype)
         for piece in stored.pieces:
-            low, high = max(piece.start, start), piece.stop if stop is None else min(piece.stop, stop)
+            low, high = max(piece.start, start), min(piece.stop, stop)
             if low < high:
                 values, size = self.open_file(piece.file)[piece.key], piece.stop - piece.start
-                if values.shape != (size,):
-                    file = self.folder / piece.file
-                    raise refusal("piece_shape", file=file, key=piece.key, found=values.shape, size=size)
-                parts.append(values.read(low - piece.start, high - piece.start))
-        return torch.cat(parts) if len(parts) != 1 else parts[0]
+                if (values.shape, values.dtype) != ((size,), dtype):
+                    facts = {"file": self.folder / piece.file, "key": piece.key, "dtype": stored.dtype, "size": size}
+                    raise refusal("piece_shape", **facts, found=f"{list(values.shape)} of {values.dtype}")
+                values.read(low - piece.start, high - piece.start, out[low - start : high - start])
+        return out
 
     @cache  # noqa: B019 - few are made
     def open_file(self, name: str) -> dict[str, FileTensor]:
@@ -179,5 +185,5 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, moments: Moments) -> Ma
     """Copy weights and moments of a checkpoint into this rank's shards, bit for bit. Returns the manifest."""
     checkpoint = OwnCheckpoint(folder)
     for name, kind, shard, value in _trained_ranges(sharded, moments):
-        value.copy_(checkpoint.read(name, kind, shard.start, shard.stop))
+        value.copy_(checkpoint.read(name, kind, shard.start, shard.stop, value))
     return checkpoint.manifest

@@ -67,13 +67,14 @@ class Inputs:
             lora = LoraSection(**trainer["adapter"]) if manifest.method == "lora" else None
             self.compute, self.proof = trainer.get("precision", "fp32"), self.source.proof()
             added = trainer.get("add_tokens", [])
-            self.files = [folder / name for name in manifest.files]
             read_manifest(folder, hashes=True)
+            self.files = {folder / name: file.xxh3 for name, file in manifest.files.items()}
         else:
             if step is not None:
                 raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
             self.step, self.source = None, ForeignCheckpoint(place)
-            lora, self.format, self.files = self.source.lora, self.source.format, self.source.files
+            lora, self.format = self.source.lora, self.source.format
+            self.files = {path: hash_file(path) for path in self.source.files}
             if base is None and not (base := getattr(lora, "base_model_name_or_path", None)):
                 raise refusal("which_base", place=place)
             self.base = fetch_model(base)
@@ -93,12 +94,11 @@ class Inputs:
         settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
         return {
             "run": str(self.place.resolve()), "step": self.step, "format": self.format,
-            "method": "full" if self.adapters is None else "lora",
             "base_model": str(self.base.resolve()), "base_name": base_name(self.base),
-            "checkpoint_xxh3": {path.name: hash_file(path) for path in self.files},
+            "method": "full" if self.adapters is None else "lora",
+            "checkpoint_xxh3": {path.name: found for path, found in self.files.items()},
             "base_xxh3": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
-            "adapters": len(self.adapters) if self.adapters else None,
-            "adapters_moved": self.moved if self.adapters else None,
+            "adapters": self.adapters and len(self.adapters), "adapters_moved": self.adapters and self.moved,
             "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
         }  # fmt: skip
 
@@ -107,10 +107,9 @@ class Inputs:
         stored, unrounded, changes = prove(folder, outputs, self.exact, *self.proof, self.compute)
         changed = [output for output in outputs if not self.exact.changed.isdisjoint(output.parameters)]
         still = [output.name for output in changed if not changes[output.name]]
-        lines = (
-            [f"adapters: {self.moved} of {len(self.adapters)} have moved (B A is not zero)"] if self.adapters else []
-        )
-        lines.append(f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value")
+        lines = [f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value"]
+        if self.adapters:
+            lines.insert(0, f"adapters: {self.moved} of {len(self.adapters)} have moved (B A is not zero)")
         if still:
             lines.append(f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}")
         facts = {"proof": asdict(stored), "proof_unrounded": asdict(unrounded), "change_norms": changes}

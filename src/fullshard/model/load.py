@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-import numpy as np
 import torch
 import yaml
 from torch import nn
@@ -68,21 +67,21 @@ class Part(Frozen):
     stride: tuple[int, ...] | None = None
     kind: type[UserError] = ModelError  # raised where the file does not hold it
 
-    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows [first, last) of the part."""
+    def rows(self, first: int, last: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows [first, last) of the part, read into ``out`` (flat) where it is dense and one is given."""
         if self.stride is not None:
             span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
             return self._values(0, span, dtype).as_strided(self.shape, self.stride)[first:last]
         width = math.prod(self.shape[1:])
-        return self._values(first * width, last * width, dtype).view(last - first, *self.shape[1:])
+        return self._values(first * width, last * width, dtype, out).view(last - first, *self.shape[1:])
 
-    def _values(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        size, position = (stop - start) * dtype.itemsize, self.position + start * dtype.itemsize
-        with Blame(self.kind, f"{self.file} cannot be read", AGAIN):
-            found = np.fromfile(self.file, np.uint8, size, offset=position)
-        if found.size != size:
-            raise self.kind(f"{self.file} is cut short: {size} bytes are needed from {position} on.", AGAIN)
-        return torch.from_numpy(found).view(dtype)
+    def _values(self, start: int, stop: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        found, position = torch.empty(stop - start, dtype=dtype) if out is None else out, start * dtype.itemsize
+        with Blame(self.kind, f"{self.file} cannot be read", AGAIN), open(self.file, "rb") as file:
+            file.seek(self.position + position)
+            if file.readinto(found.view(torch.uint8).numpy()) != found.nbytes:
+                raise self.kind(f"{self.file} is cut short: {found.nbytes} bytes are needed from {position} on.", AGAIN)
+        return found
 
 
 class FileTensor(Frozen):
@@ -96,13 +95,15 @@ class FileTensor(Frozen):
         """All of it, in its shape."""
         return self.read().view(self.shape)
 
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-d. Part.kind where the parts do not cover them once."""
+    def read(self, start: int = 0, stop: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-d. Part.kind where the parts do not cover them once.
+        ``out``: where a 1-d tensor of one part is read to, in its dtype, on the host."""
         shape = self.shape or (1,)
         width, stop = max(1, math.prod(shape[1:])), math.prod(shape) if stop is None else stop
         first, last = start // width, -(-stop // width)
         if len(self.parts) == 1 and self.parts[0].shape == shape:
-            return self.parts[0].rows(first, last, self.dtype).reshape(-1)[start - first * width : stop - first * width]
+            rows = self.parts[0].rows(first, last, self.dtype, out)
+            return rows.reshape(-1)[start - first * width : stop - first * width]
         rows, missing = torch.empty(last - first, *shape[1:], dtype=self.dtype), (last - first) * width
         for part in self.parts:
             (above, *before), (height, *sizes) = part.offsets, part.shape

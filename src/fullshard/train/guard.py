@@ -1,11 +1,14 @@
 """What may end a run before its last step: a request to stop, or a rank that hangs."""
 
 import faulthandler
+import os
 import signal
 import time
 from pathlib import Path
 
-LEAST_SECONDS, SLOWER = 300.0, 20  # a rank hangs: so long without a step, and so many times the longest so far
+# A rank hangs: so long without a forward, and so many times the longest so far. More than collectives wait (600 s):
+# NCCL's flight recorder has written by then. Saving, which no forward interrupts, may take longer.
+LEAST_SECONDS, SLOWER, SAVING_SECONDS = 660.0, 20, 7200.0
 
 
 class Guard:
@@ -14,20 +17,20 @@ class Guard:
 
     def __init__(self, folder: Path, rank: int, signals: tuple[int, ...]) -> None:
         folder.mkdir(exist_ok=True)
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "collectives_rank_"))  # of NCCL only
         self._stacks = open(folder / f"rank_{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
-        self.asked, self._longest, self._last = 0, 0.0, time.monotonic()
+        self.asked, self._longest, self._last = 0, 0.0, float("inf")
         for number in signals:
             signal.signal(number, lambda number, frame: setattr(self, "asked", number))
         if signal.SIGTERM not in signals:  # the launcher ends the others of a failed rank: they leave theirs, too
             faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
 
-    def beat(self, watched: bool = True) -> None:
-        """Before a step; not ``watched``: before what may take any time, an evaluation or a checkpoint."""
+    def beat(self, saving: bool = False) -> None:
+        """Before a micro-batch, of training or of an evaluation; ``saving``: after the last, before a checkpoint."""
         now = time.monotonic()
-        self._longest, self._last = max(self._longest, 0.0 if watched else now - self._last), now  # of steps only
-        faulthandler.cancel_dump_traceback_later()
-        if watched:
-            faulthandler.dump_traceback_later(max(LEAST_SECONDS, SLOWER * self._longest), exit=True, file=self._stacks)
+        self._longest, self._last = max(self._longest, now - self._last), float("inf") if saving else now
+        limit = SAVING_SECONDS if saving else max(LEAST_SECONDS, SLOWER * self._longest)
+        faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
 
     def close(self) -> None:
         """The run is over: nothing is watched any more."""

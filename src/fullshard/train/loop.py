@@ -153,10 +153,9 @@ class Trainer:
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
         train = self.config.train
+        self.built.loss_model.register_forward_pre_hook(lambda *_: self.guard.beat())
         for number, (epoch, window) in enumerate(self.steps[first_step:], first_step + 1):
-            self.guard.beat()
             asked = self._step(number, epoch, window)
-            self.guard.beat(watched=False)
             last = number == len(self.steps)
             ends_epoch = last or self.steps[number][0] != epoch
             due = number % train.eval_every == 0 if train.eval_every else ends_epoch
@@ -283,6 +282,7 @@ class Trainer:
         beside, started = self.saves_beside and step < len(self.steps), time.perf_counter()
         if beside and self.ranks.device.type == "cpu":
             self.planned_bytes = self.planned_save_bytes
+        self.guard.beat(saving=True)
         folder = self.saver.save(step, self.sharded, self.moments, facts | {"trainer": trainer}, extra, beside)
         self.log.record("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - started)
 

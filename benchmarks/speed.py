@@ -4,8 +4,8 @@
 
 SmolLM2-135M, GSM8K packed to 1,024 tokens, 4 x 1,024 tokens a rank and micro-batch, fp32 (bf16 too where the CPU has
 bf16 products), one thread a rank. Share of peak: 6 x parameters x tokens (full) or 4 x (LoRA) over the seconds of a
-step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens, 2 ranks against
-twice 1 rank. Profile: one step of one rank under torch.profiler, by cause. About 15 minutes on 2 quiet cores: share 5,
+step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens (bf16 where it is fast), 2
+ranks against twice 1 rank. Profile: one step of one rank under torch.profiler, by cause. About 15 minutes on 2 quiet cores: share 5,
 scaling 8, profile 2. Writes results/speed_HARDWARE_DATE.json; --quick: 2,048 tokens, printed and not kept.
 """
 
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,23 @@ def shares(rows: Path, folder: Path, window: int, precision: str) -> dict[str, A
     return found
 
 
-def scaling(rows: Path, folder: Path, window: int) -> dict[str, Any]:
+def scaling(rows: Path, folder: Path, window: int, precision: str) -> dict[str, Any]:
     """1 rank, 2 ranks, 1 rank, one window each: what a step on 2 ranks makes of twice one rank's rate."""
     speeds: dict[int, list[float]] = {1: [], 2: []}
     for number, num_ranks in enumerate((1, 2, 2)):
-        run = train(recipe("full", "fp32", rows, window, 1), num_ranks, folder / f"scaling_{number}")
+        run = train(recipe("full", precision, rows, window, 1), num_ranks, folder / f"scaling_{number}")
         speeds[num_ranks] += [step["tokens_per_second"] for step in run["steps"]]
         print(f"{num_ranks} ranks, windows of {window:,} tokens: {speeds[num_ranks][-1]:.0f} tokens/s")
     efficiency = statistics.median(speeds[2]) / (2 * statistics.median(speeds[1]))
-    return {"window_tokens": window, "tokens_per_second": speeds, "share_of_twice_one_rank": efficiency}
+    return {
+        "precision": precision,
+        "window_tokens": window,
+        "tokens_per_second": speeds,
+        "share_of_twice_one_rank": efficiency,
+    }
 
 
-def profile(rows: Path, folder: Path, window: int, method: str) -> dict[str, float]:
+def profile(rows: Path, folder: Path, window: int, method: str, precision: str) -> dict[str, float]:
     """One rank's second step under torch.profiler: share of the time by cause."""
     import torch
 
@@ -106,13 +112,13 @@ def profile(rows: Path, folder: Path, window: int, method: str) -> dict[str, flo
         port = probe.getsockname()[1]
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))  # fmt: skip
-    config = config_from_dict({**recipe(method, "fp32", rows, window, 2), "output": str(folder / "none")})
+    config = config_from_dict({**recipe(method, precision, rows, window, 2), "output": str(folder / "none")})
     if not (folder / "prepared").is_dir():
         prepare(config, folder / "prepared")
     data = open_prepared(folder / "prepared", "train")
     ranks = start_ranks()
     torch.set_num_threads(1)
-    built = build_sharded(config, ranks, precision_of("fp32"), False)
+    built = build_sharded(config, ranks, precision_of(precision), False)
     optimizer, _ = build_optimizer(config, built.sharded)
     _, rows_of_step = windows_of_run(data.lengths, config.train)[0]
     layout = lay_out(rows_of_step, data.lengths, 1, (window, "tokens"), True, 1024)
@@ -149,30 +155,34 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--profile-in", type=Path, help=argparse.SUPPRESS)  # a child: one profile, in its own process
     parser.add_argument("--method", default="full", help=argparse.SUPPRESS)
+    parser.add_argument("--precision", default="fp32", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     share_tokens, scaling_tokens = SIZES["quick" if arguments.quick else "full"]
     if arguments.profile_in:
         folder = arguments.profile_in
-        found = profile(folder / "rows.jsonl", folder, min(4096, share_tokens), arguments.method)
+        found = profile(folder / "rows.jsonl", folder, min(4096, share_tokens), arguments.method, arguments.precision)
         (folder / f"profile_{arguments.method}.json").write_text(json.dumps(found))
         return
     source = next(path for path in [arguments.rows, *GSM8K] if path and path.is_file())
     folder = Path(tempfile.mkdtemp(prefix="fullshard_speed_"))
+    precisions = ("fp32", "bf16") if has_fast_bf16() else ("fp32",)
     found: dict[str, Any] = {"hardware": hardware()}
     try:
         rows = folder / "rows.jsonl"
         rows.write_text("".join(source.read_text().splitlines(keepends=True)[:200]))
         if "share" in arguments.only:
-            for precision in ("fp32", "bf16") if has_fast_bf16() else ("fp32",):
+            for precision in precisions:
                 found[precision] = shares(rows, folder, share_tokens, precision)
         if "scaling" in arguments.only:
-            found["scaling"] = scaling(rows, folder, scaling_tokens)
+            found["scaling"] = scaling(rows, folder, scaling_tokens, precisions[-1])
         if "profile" in arguments.only:
             found["profile_of_one_rank"] = {}
-            for method in ("full", "lora"):
+            for method, precision in product(("full", "lora"), precisions):
                 command = [sys.executable, __file__, "--profile-in", str(folder), "--method", method]
+                command += ["--precision", precision]
                 subprocess.run(command + ["--quick"] * arguments.quick, check=True)
-                found["profile_of_one_rank"][method] = json.loads((folder / f"profile_{method}.json").read_text())
+                name = method if precision == "fp32" else f"{method} {precision}"
+                found["profile_of_one_rank"][name] = json.loads((folder / f"profile_{method}.json").read_text())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if arguments.quick:

@@ -1,6 +1,6 @@
 """fullshard, TRL's SFTTrainer under Accelerate FSDP2, and a plain fully_shard loop on the same rows, interleaved.
 
-    python benchmarks/trl.py [--steps 30] [--rounds 2] [--quick]
+    python benchmarks/trl.py [--steps 30] [--rounds 2] [--precision bf16] [--quick]
 
 Makes TRL's environment in benchmarks/peers/.venv (peers/trl_requirements.txt, about 2 GB), looks for TRL's fastest
 setting (peers/trl_recipe.yaml), then runs the three in turn on 2 ranks of one thread: one round of --steps steps for
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rows", type=Path, help="gsm8k_train.jsonl")
     parser.add_argument("--venv", type=Path, default=PEERS / ".venv")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="one of them only")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -202,12 +203,13 @@ def main() -> None:
     found: dict[str, Any] = {"hardware": hardware()}
     folder = Path(tempfile.mkdtemp(prefix="fullshard_trl_"))
     try:
-        for precision in ("fp32", "bf16") if has_fast_bf16() else ("fp32",):
+        both = ("fp32", "bf16") if has_fast_bf16() else ("fp32",)
+        for precision in (arguments.precision,) if arguments.precision else both:
             (folder / precision).mkdir()
             found[precision] = compare(precision, arguments, folder / precision)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if "bf16" not in found:
+    if "bf16" not in found and not has_fast_bf16():
         found["bf16"] = "not measured: this CPU has no bf16 products (neither AVX-512 BF16 nor AMX)"
     print(json.dumps(found, indent=1) if arguments.quick else "")
     if not arguments.quick:

@@ -16,7 +16,7 @@ WORDS = {
         "from": "From `benchmarks/results/{name}` ({cpu}, {cores} cores, load {load:.1f} before, {date}).",
         "share": "| 2 ranks x 1 thread | tokens/s | share of peak | peak a rank |",
         "scaling": "Windows of {window:,} tokens: 1 rank {one:.0f}, 2 ranks {two:.0f} tokens/s: {share:.0%} of twice one rank.",
-        "profile": "| one rank's step, by cause | full | LoRA |",
+        "profile": "| one rank's step, by cause |",
         "peer": "| {precision}, the same rows | tokens/s | peak a rank | largest gap of a loss to ours |",
         "times": "{times:.1f} times TRL (its best setting of those tried: {setting}), {raw:.1f} times the plain loop;"
         " {peak:.0%} of TRL's peak memory.",
@@ -26,7 +26,7 @@ WORDS = {
         "from": "来自 `benchmarks/results/{name}`（{cpu}，{cores} 核，之前的负载 {load:.1f}，{date}）。",
         "share": "| 2 个 rank × 1 线程 | token/秒 | 峰值占比 | 每 rank 峰值内存 |",
         "scaling": "窗口 {window:,} token：1 个 rank {one:.0f}，2 个 rank {two:.0f} token/秒，为单 rank 两倍的 {share:.0%}。",
-        "profile": "| 单 rank 一步，按原因 | 全量 | LoRA |",
+        "profile": "| 单 rank 一步，按原因 |",
         "peer": "| {precision}，相同的行 | token/秒 | 每 rank 峰值内存 | 与我们的损失的最大差 |",
         "times": "是 TRL（试过的设置中最快的：{setting}）的 {times:.1f} 倍，手写循环的 {raw:.1f} 倍；内存峰值为 TRL 的 {peak:.0%}。",
         "loop": "手写的 fully_shard 循环",
@@ -34,10 +34,11 @@ WORDS = {
 }
 
 
-def newest(topic: str) -> tuple[str, dict] | None:
-    """Name and content of the topic's newest result."""
-    paths = sorted(RESULTS.glob(f"{topic}_*.json"), key=lambda path: path.stem.rpartition("_")[2])
-    return (paths[-1].name, json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else None
+def newest(topic: str) -> list[tuple[str, dict]]:
+    """Name and content of the topic's newest result on each machine."""
+    paths = sorted(RESULTS.glob(f"{topic}_*.json"), key=lambda path: path.stem.rpartition("_")[::-2])
+    by_machine = {path.stem.rpartition("_")[0]: path for path in paths}
+    return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in by_machine.values()]
 
 
 def head(words: dict[str, str], name: str, found: dict) -> str:
@@ -65,9 +66,9 @@ def speed_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
         }
         lines += ["", words["scaling"].format(**facts)]
     if profile := found.get("profile_of_one_rank"):
-        lines += ["", words["profile"], "|---|---|---|"]
-        causes = [cause for cause in profile["full"] if cause != "seconds"]
-        lines += [f"| {cause} | {profile['full'][cause]:.1%} | {profile['lora'][cause]:.1%} |" for cause in causes]
+        lines += ["", words["profile"] + "".join(f" {name} |" for name in profile), "|---" * (len(profile) + 1) + "|"]
+        for cause in [cause for cause in profile["full"] if cause != "seconds"]:
+            lines.append(f"| {cause} |" + "".join(f" {shares[cause]:.1%} |" for shares in profile.values()))
     return lines
 
 
@@ -93,8 +94,7 @@ def main() -> None:
     for page, words in WORDS.items():
         parts = []
         for topic, make in (("speed", speed_lines), ("trl", trl_lines)):
-            if result := newest(topic):
-                parts.append("\n".join(make(words, *result)))
+            parts += ["\n".join(make(words, *result)) for result in newest(topic)]
         if not parts:
             print("no results yet: python benchmarks/speed.py; python benchmarks/trl.py")
             return

@@ -4,9 +4,10 @@
 
 SmolLM2-135M, GSM8K packed to 1,024 tokens, 4 x 1,024 tokens a rank and micro-batch, fp32 (bf16 too where the CPU has
 bf16 products), one thread a rank. Share of peak: 6 x parameters x tokens (full) or 4 x (LoRA) over the seconds of a
-step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens (bf16 where it is fast), 2
-ranks against twice 1 rank. Profile: one step of one rank under torch.profiler, by cause. About 15 minutes on 2 quiet cores: share 5,
-scaling 8, profile 2. Writes results/speed_HARDWARE_DATE.json; --quick: 2,048 tokens, printed and not kept.
+step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens (bf16 where it is
+fast), 2 ranks against twice 1 rank. Profile: one step of one rank under torch.profiler, by cause. About 15 minutes on
+2 quiet cores: share 5, scaling 8, profile 2. Writes results/speed_HARDWARE_DATE.json; --quick: 2,048 tokens, printed
+and not kept.
 """
 
 from __future__ import annotations

@@ -112,10 +112,11 @@ def count_lines(parts: dict[str, list[str]]) -> int:
     return total
 
 
-def newest(topic: str) -> tuple[str, dict] | None:
-    """Name and content of the topic's newest result."""
-    paths = sorted(RESULTS.glob(f"{topic}_*.json"), key=lambda path: path.stem.rpartition("_")[2])
-    return (paths[-1].name, json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else None
+def newest(topic: str) -> list[tuple[str, dict]]:
+    """Name and content of the topic's newest result, on each machine; the newest last."""
+    paths = sorted(RESULTS.glob(f"{topic}_*.json"), key=lambda path: path.stem.rpartition("_")[::-2])
+    by_machine = {path.stem.rpartition("_")[0]: path for path in paths}
+    return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in by_machine.values()]
 
 
 def rows_of(columns: list[str], rows: list[list[str]]) -> str:
@@ -165,10 +166,12 @@ def strategy_table(words: dict) -> str:
 
 
 def measured(words: dict) -> str:
-    """Step times, memory and bytes of the newest run of benchmarks/engine.py."""
-    if (result := newest("engine")) is None:
-        return words["none"]
-    name, found = result
+    """Step times, memory and bytes of the newest runs of benchmarks/engine.py."""
+    return "\n\n".join(measured_in(words, *result) for result in newest("engine")) or words["none"]
+
+
+def measured_in(words: dict, name: str, found: dict) -> str:
+    """The same of one run."""
     timing, held = [], []
     for case in found["timings"]:
         over, seconds = case["simple_over"], case["median_seconds"]["simple"]
@@ -191,7 +194,7 @@ def measured(words: dict) -> str:
 def page(lang: str) -> str:
     """One page: its template with everything filled in."""
     words, trace = WORDS[lang], json.loads(TRACE.read_text(encoding="utf-8"))
-    name, found = newest("padding")
+    name, found = newest("padding")[-1]
     values = {key: excerpt(*place) for key, place in EXCERPTS.items()}
     values |= {key: str(count_lines(parts)) for key, parts in PARTS.items()}
     values |= {"padding_table": padding.table(found["models"], words["columns"]), "padding_file": name}

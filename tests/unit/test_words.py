@@ -133,7 +133,7 @@ def accepted(answer: str) -> object:
         ("bf16", True, "train.precision: bf16"),
         ("fp16", True, "train.precision: fp16"),
         ("tf32", True, "train.precision: tf32"),
-        ("gradient_checkpointing", True, "train.recompute: on"),
+        ("gradient_checkpointing", True, "train.recompute: blocks"),
         ("sample_packing", True, "data.packing: true"),
         ("train_on_inputs", False, "data.loss_on: assistant"),
         ("mask_history", True, "data.loss_on: last"),

@@ -6,8 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-# A rank hangs: so long without a forward, and so many times the longest so far. More than collectives wait (600 s):
-# NCCL's flight recorder has written by then. Saving, which no forward interrupts, may take longer.
+# A rank hangs: so long without a forward (NCCL's flight recorder has written: collectives wait 600 s), and so many
+# times the longest so far; or so long in a save.
 LEAST_SECONDS, SLOWER, SAVING_SECONDS = 660.0, 20, 7200.0
 
 

@@ -289,12 +289,11 @@ class Trainer:
     def resume(self, step: int) -> int:
         """Load the checkpoint of ``step`` into the shards and the optimizer; returns the step to go on from."""
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
-        if "loss_scale" in manifest.trainer:  # not in checkpoints of 0.1
-            self.scale = LossScale(**manifest.trainer["loss_scale"])
+        self.scale = LossScale(**manifest.trainer["loss_scale"])
         for state in self.optimizer.state.values():  # AdamW's own counter, for its bias correction
             state["step"].fill_(float(step - self.scale.skipped))
         self.last_eval = manifest.trainer.get("last_eval")
-        found = (manifest.trainer["num_steps"], manifest.trainer.get("position", self._position(step)))
+        found = (manifest.trainer["num_steps"], manifest.trainer["position"])
         if found != (wanted := (len(self.steps), self._position(step))):
             raise refusal("other_steps", planned=found[0], done=found[1], wanted=wanted)
         if manifest.trainer["data_hash"] != self.data.hash:

@@ -2,7 +2,8 @@
 
 Activations of one block per token, what autograd keeps with fused attention (c bytes of compute, h width, a heads x
 head size, f MLP width, n features of all norms, m ModelShape.mlp_copies): c (2h + n + 4a + mf) + 4n, without 4n for
-LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest."""
+LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest.
+"""
 
 import math
 from fullshard.frozen import Frozen

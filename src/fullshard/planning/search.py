@@ -25,6 +25,7 @@ from fullshard.shard import choose_engine
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
 DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
+ALL_AT_ONCE = (1 << 40, "tokens")
 USABLE_SHARE = 0.95  # of the memory that is free now
 LAUNCHER_BYTES = 400_000_000  # the process that starts the ranks of a CPU machine
 LONG_ROWS = 1.15  # supervised share of the rows with the most, over that of all
@@ -194,7 +195,9 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     def accumulates(micro_batch: tuple[int, str]) -> bool:
         return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first)
 
-    ways = itertools.product((False, True), recomputes, _micro_batches(config, num_ranks, facts))
+    whole = [lay_out(w, lengths, num_ranks, ALL_AT_ONCE, packing, limit)[0] for w in first]
+    share = max(_area_of(cell, lengths) for cells in whole for cell in cells)  # the most that a rank sees in a step
+    ways = itertools.product((False, True), recomputes, _micro_batches(config, facts, share))
     for reduce_each, recompute, micro_batch in ways:
         if reduce_each and not accumulates(micro_batch):
             continue
@@ -220,18 +223,15 @@ def longest_row(config: RunConfig, facts: Facts) -> int:
     return limit if config.data.packing or facts.volume.is_estimate else min(limit, facts.volume.longest)
 
 
-def _micro_batches(config: RunConfig, num_ranks: int, facts: Facts) -> list[tuple[int, str]]:
-    """Sizes to try, best first, bounded by what a rank sees in a full step (a third more for padding, unevenness)."""
+def _micro_batches(config: RunConfig, facts: Facts, share: int) -> list[tuple[int, str]]:
+    """Sizes to try, best first, up to ``share`` tokens, where a whole step at once keeps no gradients over
+    micro-batches; one row is the least."""
     if config.train.micro_batch is not None:
         return [parse_quantity(config.train.micro_batch)]
-    count, unit = parse_quantity(config.train.global_batch)
-    lengths = np.minimum(facts.volume.lengths, config.data.max_length)
-    tokens = min(count, len(lengths)) * float(lengths.mean()) if unit == "rows" else min(count, int(lengths.sum()))
-    share, longest = max(1, int(1.3 * tokens / num_ranks)), longest_row(config, facts)
+    longest = longest_row(config, facts)
     bound = max(longest, -(-share // 64) * 64)
     tried = CPU_MICRO_TOKENS if facts.machine.kind == "cpu" else DEVICE_MICRO_TOKENS
     sizes = [max(min(size, bound), longest) for size in tried]
-    # a whole step at once keeps no gradients over micro-batches; one row is the least
     return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
 
 
@@ -315,6 +315,10 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _area_of(sequences: list[list[int]], lengths: np.ndarray) -> int:
+    return len(sequences) * max((int(lengths[rows].sum()) for rows in sequences), default=0)
+
+
 def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]) -> StepWork:
     """A rank's work, from windows laid out as in training."""
     packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
@@ -325,10 +329,7 @@ def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch:
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
 
-    def area_of(sequences: list[list[int]]) -> int:
-        return len(sequences) * max((int(lengths[rows].sum()) for rows in sequences), default=0)
-
-    area = sum(max(map(area_of, cells)) for layout in layouts for cells in layout)
+    area = sum(max(_area_of(cell, lengths) for cell in cells) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
     supervised = sum(tokens) * scale * volume.supervised_share / num_ranks

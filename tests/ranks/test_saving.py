@@ -93,6 +93,7 @@ def save_within(ranks, folder, limits, beside):
         ranks.barrier()
         found = [step for step, _ in list_checkpoints(Path(folder))]
         assert verify(folder).healthy and found == ([1] if said[-1] else [2]), (limit, found, said[-1])
+        ranks.barrier()
         if not said[-1]:  # begin again with step 1 alone
             ranks.agree(lambda: shutil.rmtree(checkpoint_path(Path(folder), 2)) if ranks.is_first else None)
             saver.save(1, model, moments, FACTS, extra)
@@ -105,5 +106,5 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_older_checkpoint(tmp_path, 
     limits = [*range(0, 2000, 40), 2400, 2800, 3200, 1 << 20]
     said = pool(2).run(save_within, str(tmp_path), limits, beside)
     assert said[0][-1] == "" and "" not in said[0][:40]
-    assert all("step_000002 cannot be written: File too large" in each for each in said[0][:40]), said[0]
+    assert all("step_000002 cannot be written" in each and "File too large" in each for each in said[0][:40]), said[0]
     assert [bool(each) for each in said[0]] == [bool(each) for each in said[1]]

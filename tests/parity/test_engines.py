@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import multiprocessing
+import os
 from typing import Any
 
 import pytest
 import torch
 from odd_model import OddModel, make_model, tokens_of
-from rank_pool import pool
+from rank_pool import free_port, pool
 
 from fullshard.ranks import Ranks
 
@@ -165,6 +167,69 @@ def test_a_failed_step_leaves_no_trace_and_reruns_are_bit_equal(recompute: bool)
     assert all(pool(2).run(fail_in_the_middle, recompute))
 
 
+def fail_between_sums(ranks: Ranks, frozen: bool, strategy: str, reduce_each: bool) -> bool:
+    """Two micro-batches, one that raises in the second's forward, then in its backward, and the two again."""
+    model = make_model(False, False, frozen, torch.float32)
+    sharded = shard(model, ranks, "simple", torch.float32, strategy=strategy, reduce_each=reduce_each)
+
+    def fail(*anything: Any) -> None:
+        raise KeyError("in the middle")
+
+    def step(failing: Any = None) -> list[torch.Tensor]:
+        for micro in range(2):
+            hook = failing(fail) if micro and failing else None
+            try:
+                with sharded.microbatch(micro == 1):
+                    sharded.module(tokens_of(0, micro, ranks.rank)).backward()
+            finally:
+                if hook:
+                    hook.remove()
+        found = [part.gradient.clone() for part in sharded.shards() if part.trainable]
+        for group in sharded.optimizer_groups():
+            for _, tensor in group["params"]:
+                tensor.grad = None
+        sharded.after_step()
+        return found
+
+    first = step()
+    for failing in (model.blocks[2].register_forward_hook, model.blocks[1].lora_B.register_full_backward_hook):
+        with pytest.raises(KeyError):
+            step(failing)
+        assert all(buffer.held_bytes == 0 for buffer in sharded._buffers)
+    return all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "strategy", "reduce_each"),
+    [(False, "full", False), (False, "full", True), (True, "full", False), (False, "replicate", False)],
+)
+def test_a_failed_micro_batch_takes_the_sums_of_those_before_with_it(frozen, strategy, reduce_each) -> None:
+    assert all(pool(3).run(fail_between_sums, frozen, strategy, reduce_each))
+
+
+def twice(ranks: Ranks, engine: str, frozen: bool) -> bool:
+    """Three recomputed micro-batches and an update, twice, on models made anew: the same bits of every range."""
+    runs = []
+    for _ in range(2):
+        sharded = shard(make_model(False, True, frozen, torch.float32), ranks, engine, torch.float32)
+        optimizer = torch.optim.AdamW([{"params": group["params"]} for group in sharded.optimizer_groups()], lr=1e-2)
+        for step, micro in itertools.product(range(STEPS), range(3)):
+            with sharded.microbatch(micro == 2):
+                sharded.module(tokens_of(step, micro, ranks.rank)).backward()
+            if micro == 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                sharded.after_step()
+        runs.append([part.value.clone() for part in sharded.shards()])
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("engine", ["simple", "torch"])
+def test_a_rerun_has_the_same_bits(engine: str, frozen: bool) -> None:
+    assert all(pool(3).run(twice, engine, frozen))
+
+
 def disagree(ranks: Ranks, later: bool, order: tuple[int, ...]) -> str:
     """Blocks in another ``order``: on rank 1 in the first step, or ``later`` on all. Tied: nothing comes after them."""
     from fullshard.errors import TrainError
@@ -191,6 +256,47 @@ def test_ranks_that_disagree_about_the_order_are_told_both_names(order, here, th
     assert second == f"Rank 1 runs {there} where rank 0 runs {here}."
     for message in pool(2).run(disagree, True, order):
         assert message == f"The order of units has changed: {there} runs where {here} ran first."
+
+
+def rank_that_may_change(rank: int, port: int, answers: Any) -> None:
+    """A process of its own: a step, then one in which rank 1 alone runs its blocks in another order."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    from fullshard.ranks import start_ranks
+
+    ranks = start_ranks()
+    torch.set_num_threads(1)
+    model = make_model(True, False, False, torch.float32)
+    sharded = shard(model, ranks, "simple", torch.float32)
+    gradients_of_a_step(ranks, sharded, 0)
+    if rank == 1:
+        model.blocks = torch.nn.ModuleList([model.blocks[i] for i in (0, 2, 1, 3)])
+    try:
+        gradients_of_a_step(ranks, sharded, 1)
+    except Exception as error:
+        answers.put((rank, type(error).__name__, getattr(error, "message", str(error))))
+    answers.close()
+    answers.join_thread()
+    os._exit(1)  # as a rank that has raised does
+
+
+def test_one_rank_that_changes_the_order_later_is_told_and_the_other_does_not_wait() -> None:
+    """The order was agreed on: rank 1 names both units and ends; rank 0, which waits for it, ends with it."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    answers = context.Queue()
+    started = [context.Process(target=rank_that_may_change, args=(rank, port, answers)) for rank in range(2)]
+    try:
+        for process in started:
+            process.start()
+        found = {rank: told for rank, *told in (answers.get(timeout=90) for _ in range(2))}
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    assert found[1] == ["TrainError", "The order of units has changed: blocks.2 runs where blocks.1 ran first."]
+    assert found[0][0] != "TrainError" and "onnection" in found[0][1]
 
 
 def misuse(ranks: Ranks) -> list[str]:
@@ -284,6 +390,57 @@ def test_what_travels_in_a_step_is_what_the_plan_says() -> None:
         assert planned == len(sent) == 3 * (4 * 2 + 2) + 6
         assert sorted({dtype for dtype, _ in sent}) == ["bfloat16", "float32"]  # sums over micro-batches are fp32
         assert sum(dtype == "float32" for dtype, _ in sent) == 6
+
+
+def sent_with_lora(ranks: Ranks, micros: int, replicas: int) -> tuple[dict, list[dict], list[str], list[int]]:
+    """A frozen base under adapters, or all trained on 2 x 2 ranks: transfers by unit, the plan, sent, sizes summed."""
+    import torch.distributed as dist
+
+    model, mesh = make_model(False, False, replicas == 1, torch.float32), ranks.mesh_of(replicas)
+    sharded = shard(model, ranks, "simple", torch.float32, mesh=mesh)
+    isend, all_reduce, sent, summed = dist.isend, dist.all_reduce, [], []
+
+    def note_sent(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        sent.append(str(tensor.dtype))
+        return isend(tensor, *arguments, **named)
+
+    def note_summed(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        summed.append(tensor.numel())
+        return all_reduce(tensor, *arguments, **named)
+
+    for step in range(2):
+        sharded.events = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "isend", note_sent)
+            patch.setattr(dist, "all_reduce", note_summed)
+            sent.clear(), summed.clear()
+            for micro in range(micros):
+                with sharded.microbatch(micro == micros - 1):
+                    sharded.module(tokens_of(step, micro, ranks.rank)).backward()
+            sharded.after_step()
+    counts = {
+        unit["unit"]: {kind: sum((event["what"], event["unit"]) == (kind, unit["unit"]) for event in sharded.events)
+                       for kind in unit["planned"]} for unit in sharded.planned(micros)
+    }  # fmt: skip
+    return counts, sharded.planned(micros), sent, summed
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_what_travels_with_adapters_is_what_the_plan_says(micros: int) -> None:
+    """By hand: each block twice a micro-batch, embedding and [norm, head] once, never reduced; adapters once a step."""
+    for counts, planned, sent, summed in pool(2).run(sent_with_lora, micros, 1):
+        assert counts == {unit["unit"]: unit["planned"] for unit in planned}
+        assert counts["adapters"] == {"gather": 1, "free": 1, "reduce": 1}
+        assert counts["blocks.2"] == {"gather": 2 * micros, "free": 2 * micros, "reduce": 0}
+        assert len(sent) == (4 * 2 + 2) * micros + 2 and summed == []
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_replicas_add_one_sum_of_a_shard_for_each_group_of_a_step(micros: int) -> None:
+    """2 x 2 ranks: what travels inside a replica is as without; then each of 6 shards is summed once."""
+    for counts, planned, sent, summed in pool(4).run(sent_with_lora, micros, 2):
+        assert counts == {unit["unit"]: unit["planned"] for unit in planned}
+        assert len(sent) == (4 * 2 + 2) * micros + 6 and summed == [256] * 6
 
 
 def events_of_a_step(ranks: Ranks) -> tuple[list[str], list[int], list[int]]:

@@ -62,7 +62,7 @@ def test_padding_by_hand(script):
 
 def test_padding_results(script):
     """At most 1.03 for every model; Llama's figures come out of its shapes again."""
-    name, found = script.newest("padding")
+    [(name, found)] = script.newest("padding")
     assert set(found["models"]) == {"Llama-3.1-8B", "Qwen3-30B-A3B", "Mixtral-8x7B"}
     for model in found["models"].values():
         assert set(model["ranks"]) == {"8", "64", "256"}

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("simple", "fully_shard", "fully_shard best", "DDP")
+NOTHING_AHEAD = "simple, nothing gathered ahead"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEMORY_CASES = (("fp32", False, 1), ("bf16", False, 1), ("bf16", True, 1), ("bf16", False, 2))
 
@@ -76,10 +77,12 @@ class Trainer:
         layers = list(model.model.model.layers)
         mesh, dtype = init_device_mesh("cpu", (self.ranks,)), DTYPES[precision]
         self.sharded = None
-        if engine == "simple":
+        if engine in ("simple", NOTHING_AHEAD):
+            from fullshard.shard.simple import engine as simple
             from fullshard.shard.simple.engine import SimpleShardedModel
             from fullshard.train.precision import MODES
 
+            simple.PREFETCH = 1 if engine == "simple" else 0
             self.sharded = SimpleShardedModel(model, [[layer] for layer in layers], set(), mesh, MODES[precision])
             parameters = [tensor for group in self.sharded.optimizer_groups() for _, tensor in group["params"]]
         elif engine == "DDP":
@@ -147,6 +150,7 @@ def use_best_settings(model: nn.Module, layers: list[nn.Module], mesh: Any) -> N
     for before, after in itertools.pairwise(layers):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
+    model._set_unshard_async_op(True)  # without it (torch 2.13) a prefetched gather blocks
 
 
 def peak_over_start(action: Any) -> int:
@@ -172,6 +176,7 @@ def batches_of(tokens: int, count: int) -> list[torch.Tensor]:
 
 def time_steps(precision: str, tokens: int, pairs: int, steps: int) -> dict[str, Any]:
     engines = [engine for engine in ENGINES if precision == "fp32" or engine != "DDP"]
+    engines += [NOTHING_AHEAD] if tokens == 256 else []
     trainers = {engine: Trainer(engine, precision) for engine in engines}
     rounds: dict[str, list[float]] = {engine: [] for engine in engines}
     losses = {engine: [trainer.step(batches_of(tokens, 1)) for _ in range(2)] for engine, trainer in trainers.items()}
@@ -202,11 +207,13 @@ def memory_and_bytes(engine: str, precision: str, recompute: bool, micro_batches
     trainer.step(batches)
     dist.barrier()
     before = loopback_bytes()
-    peak = peak_over_start(lambda: trainer.step(batches))
-    dist.barrier()
-    sent = loopback_bytes() - before
+    peaks = []
+    for _ in range(3):
+        peaks.append(peak_over_start(lambda: trainer.step(batches)))
+        dist.barrier()
+    peak, sent = statistics.median(peaks), (loopback_bytes() - before) // 3
     return {"engine": engine, "precision": precision, "recompute": recompute, "micro_batches": micro_batches,
-            "peak_over_start_bytes": peak, "loopback_bytes": sent}  # fmt: skip
+            "peak_over_start_bytes": peak, "peaks": peaks, "loopback_bytes": sent}  # fmt: skip
 
 
 def serve(rank: int, ranks: int, port: int, task: tuple[Any, ...], box: Any) -> None:

@@ -162,8 +162,9 @@ class OwnCheckpoint:
             if low < high:
                 values, size = self.open_file(piece.file)[piece.key], piece.stop - piece.start
                 if (values.shape, values.dtype) != ((size,), dtype):
-                    facts = {"file": self.folder / piece.file, "key": piece.key, "dtype": stored.dtype, "size": size}
-                    raise refusal("piece_shape", **facts, found=f"{list(values.shape)} of {values.dtype}")
+                    found, file = f"{list(values.shape)} of {values.dtype}", self.folder / piece.file
+                    key, kind = piece.key, stored.dtype
+                    raise refusal("piece_shape", file=file, key=key, found=found, size=size, dtype=kind)
                 values.read(low - piece.start, high - piece.start, out[low - start : high - start])
         return out
 

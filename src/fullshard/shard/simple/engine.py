@@ -189,9 +189,10 @@ class SimpleShardedModel:
         return self._num_replicas
 
     def after_step(self) -> None:
-        """The shards have changed, or a forward without backward is over: nothing gathered is right any more."""
-        for unit in self._units:
-            unit.free()
+        """The shards have changed, a forward without backward is over, or a step was given up: nothing is kept."""
+        for group in self._groups:
+            group.free()
+            group.accumulated_P = group.gradient_S = None
         for buffer in self._buffers:
             buffer.release()
         self._note("optimizer end", self._root)

@@ -1,15 +1,14 @@
-"""Rows to tokens, many at once, with ids and masks as of ``Renderer`` (workers.md says how); and chunks of rows as
-arrays: rendered, cut or left out, counted (no row depends on its chunk) by as many processes as there are cores; a
-small input needs none. One child reads the tokenizer (without torch) and forks into the others; when its socket to this
-process closes, a child ends."""
+"""Rows to tokens, many at once, with ids and masks as of ``Renderer``; and chunks of rows as arrays: rendered, cut or
+left out, counted by as many processes as there are cores. workers.md says how."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections import defaultdict, namedtuple
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -27,18 +26,16 @@ CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 CHUNK_ROWS, CHUNK_CHARACTERS = 500, 4 << 20  # a chunk is full with one of these
 ALONE_CHUNKS = 4  # rendered in this process before others are started
+AHEAD, MOST_CHUNKS = 2, 3  # chunks that a child has at most; that are read and not yet given back, for each child
 SETUP = "setup"  # what the first child asks for
 RECORD = np.dtype([("content", "<u8"), ("lengths", "<i4"), ("targets", "<i4"), ("files", "<i4"), ("lines", "<i4")])
 Chunk = list[tuple[str, Row]]  # split, row
-# What stands between two added tokens: the text ``before``, a content, ``after``. Its ids are ``head``, then the
-# content's, all with the mark ``supervised``, then ``tail``.
 _Segment = namedtuple("_Segment", "before after head tail supervised")
 
 
 @dataclass
 class _Pattern:
-    """How rows of one sequence of roles are written: a segment for each message, and what all rows have around the
-    contents (one more; with heads and tails, ``stops`` counted from its own first id)."""
+    """How rows of one sequence of roles are written: segments, and what all rows have around the contents."""
 
     roles: tuple[str, ...]
     segments: list[_Segment]
@@ -171,7 +168,7 @@ def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts))) or r"(?!)")
 
 
 def _constants(template: str) -> set[str]:
@@ -189,7 +186,7 @@ class Part:
     book: Account = field(default_factory=Account)
     tokens: Any = field(default_factory=list)  # of each row's ids; int32 (tokens) when the chunk is done
     supervised: bytearray = field(default_factory=bytearray)  # 0 or 1 a token
-    records: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    records: Any = field(default_factory=list)  # an array when the chunk is done
     files: dict[str, int] = field(default_factory=dict)
 
 
@@ -214,9 +211,9 @@ class ChunkRenderer:
     """Makes chunks into parts. ``num_embeddings``: rows of the model's embedding, None where not known."""
 
     def __init__(self, tokenizer: Any, data: DataSection, num_embeddings: int | None) -> None:
-        renderer = Renderer(tokenizer, data.loss_on, data.template_arguments)
-        self._renderer = BatchRenderer(renderer, data.on_bad)
-        self._data, self._num_embeddings = data, num_embeddings
+        self._renderer = BatchRenderer(Renderer(tokenizer, data.loss_on, data.template_arguments), data.on_bad)
+        has_more = num_embeddings is not None and max(tokenizer.get_vocab().values(), default=0) >= num_embeddings
+        self._data, self._num_embeddings = data, num_embeddings if has_more else None  # None: every id has its row
 
     def __call__(self, chunk: Chunk | UserError) -> dict[str, Part] | UserError:
         """The part of each split that the chunk has rows of; the error of its first row that has one."""
@@ -228,7 +225,11 @@ class ChunkRenderer:
             for (split, _), (row, training_rows) in zip(chunk, rendered, strict=True):
                 self._take(parts[split], row, training_rows)
             for part in parts.values():
-                part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, part.book.tokens)
+                book, part.records = part.book, np.array(part.records, RECORD)
+                lengths, targets = part.records["lengths"], part.records["targets"]
+                book.prepared, book.tokens, book.targets = len(lengths), int(lengths.sum()), int(targets.sum())
+                book.supervised_tokens, book.longest_written = part.supervised.count(1), int(lengths.max(initial=0))
+                part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, book.tokens)
         except UserError as error:
             return error
         return parts
@@ -265,11 +266,8 @@ class ChunkRenderer:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
         book.longest = max(book.longest, length)
-        ids, supervised = rendered.ids, rendered.supervised
-        if length > limit:
-            ids, supervised = ids[:limit], supervised[:limit]
-        num_supervised = supervised.count(True)
-        targets = num_supervised - supervised[0] if ids else 0
+        kept = rendered if length <= limit else rendered.part(0, limit)
+        ids, targets = kept.ids, kept.supervised[1:].count(True)
         if not targets or (length > limit and self._data.too_long != "cut"):
             problem = "longer than max_length" if targets else "no supervised token"
             book.tokens_dropped += length
@@ -281,23 +279,16 @@ class ChunkRenderer:
                     first = next((i for i, value in enumerate(rendered.supervised) if value and i), None)
                     book.unsupervised.append((row.origin, length, first))
             return problem
-        largest = max(ids)
-        if self._num_embeddings is not None and largest >= self._num_embeddings:
+        if self._num_embeddings is not None and (largest := max(ids)) >= self._num_embeddings:
             raise refusal("id_outside", origin=row.origin, id=largest, rows=self._num_embeddings)
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit
-        book.prepared += 1
-        book.longest_written = max(book.longest_written, len(ids))
-        book.tokens += len(ids)
-        book.supervised_tokens += num_supervised
-        book.targets += targets
-        for stop in rendered.stops:
-            if stop < len(ids):
-                book.stops[str(ids[stop])] += 1
+        for stop in kept.stops:
+            book.stops[str(ids[stop])] += 1
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
-        part.supervised.extend(supervised)
+        part.supervised.extend(kept.supervised)
         part.records.append((content, len(ids), targets, part.files.setdefault(file, len(part.files)), int(line)))
         return None
 
@@ -308,16 +299,16 @@ class Workers:
     def __init__(self, setup: tuple[Any, ...], count: int) -> None:
         self._setup, self._count, self._render = setup, count, ChunkRenderer(*setup)
         self._process: subprocess.Popen[bytes] | None = None
-        self._busy: dict[Connection, int | None] = {}  # the number of its chunk; None: it starts
-        self._idle: list[Connection] = []
+        self._given: dict[Connection, deque[int | None]] = {}  # numbers of a child's chunks, in order; None: it starts
+        self._free: deque[Connection] = deque()  # a child for each chunk that it could take
 
     def close(self) -> None:
         """End the children: at once where one is at work or starting."""
-        for connection in [*self._busy, *self._idle]:
+        for connection in self._given:
             connection.close()
         if self._process is not None:
             with suppress(ProcessLookupError):
-                if self._busy:
+                if any(self._given.values()):
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -328,9 +319,8 @@ class Workers:
         while chunk is not None or given < number:
             if number == ALONE_CHUNKS and self._process is None and self._count > 1:
                 self._start()
-            while self._idle and chunk is not None and number < given + 2 * self._count:
-                worker = self._idle.pop()
-                self._busy[worker] = number
+            while self._free and chunk is not None and number < given + MOST_CHUNKS * self._count:
+                self._given[worker := self._free.popleft()].append(number)
                 worker.send(chunk)
                 number, chunk = number + 1, next(source, None)
             if chunk is not None and not self._ready:  # there is nobody yet to give it to
@@ -339,18 +329,18 @@ class Workers:
             while given in done:
                 yield done.pop(given)
                 given += 1
-            if self._busy and (chunk is not None or given < number):
+            if any(self._given.values()) and (chunk is not None or given < number):
                 self._receive(done)
 
-    _ready = property(lambda self: bool(self._idle) or any(number is not None for number in self._busy.values()))
+    _ready = property(lambda self: any(None not in given for given in self._given.values()))
 
     def _receive(self, done: dict[int | None, Any]) -> None:
-        for worker in wait(list(self._busy), None if self._ready else 0):
+        for worker in wait(list(self._given), None if self._ready else 0):
             if (answer := worker.recv()) == SETUP:
                 worker.send(self._setup)
             else:
-                self._idle.append(worker)
-                done[self._busy.pop(worker)] = answer  # under None: that it is ready
+                done[number := self._given[worker].popleft()] = answer  # under None: that it is ready
+                self._free.extend([worker] * (AHEAD if number is None else 1))
 
     def _start(self) -> None:
         from fullshard.device import one_core_environment
@@ -362,7 +352,7 @@ class Workers:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs, **apart)
         for here, there in pairs:
             there.close()
-            self._busy[here] = None
+            self._given[here] = deque([None])
 
 
 def be_worker() -> None:
@@ -375,8 +365,11 @@ def be_worker() -> None:
         for other in set(connections) - {mine}:
             other.close()
         mine.send(None)
+        reader = ThreadPoolExecutor(1)  # takes the next chunk meanwhile, so that neither side waits for the other
+        coming = reader.submit(mine.recv)
         while True:
-            mine.send(render(mine.recv()))
+            chunk, coming = coming.result(), reader.submit(mine.recv)
+            mine.send(render(chunk))
     with suppress(ChildProcessError):
         while mine is connections[0]:
             os.wait()

@@ -417,7 +417,7 @@ def test_one_slow_chunk_does_not_pile_up_the_others(two_workers, tmp_path):
             pass
 
     pool = object.__new__(Slow)
-    pool._setup, pool._count, pool._process, pool._busy, pool._idle = (), 1, None, {}, []
+    pool._setup, pool._count, pool._process, pool._given, pool._free = (), 1, None, {}, []
     pool._render = lambda chunk: chunk
 
     def chunks():

@@ -6,9 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections import defaultdict, deque, namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,10 +25,11 @@ CHECKED_FIRST, CHECKED_EVERY, CHECKED_NOW = 8, 200, 10**9
 PLACE = "\ue000{}\ue001"  # private characters, which no template looks for
 CHUNK_ROWS, CHUNK_CHARACTERS = 500, 4 << 20  # a chunk is full with one of these
 ALONE_CHUNKS = 4  # rendered in this process before others are started
-AHEAD, MOST_CHUNKS = 2, 3  # chunks that a child has at most; that are read and not yet given back, for each child
 SETUP = "setup"  # what the first child asks for
 RECORD = np.dtype([("content", "<u8"), ("lengths", "<i4"), ("targets", "<i4"), ("files", "<i4"), ("lines", "<i4")])
 Chunk = list[tuple[str, Row]]  # split, row
+# What stands between two added tokens: the text ``before``, a content, ``after``. Its ids are ``head``, then the
+# content's, all with the mark ``supervised``, then ``tail``.
 _Segment = namedtuple("_Segment", "before after head tail supervised")
 
 
@@ -299,16 +299,16 @@ class Workers:
     def __init__(self, setup: tuple[Any, ...], count: int) -> None:
         self._setup, self._count, self._render = setup, count, ChunkRenderer(*setup)
         self._process: subprocess.Popen[bytes] | None = None
-        self._given: dict[Connection, deque[int | None]] = {}  # numbers of a child's chunks, in order; None: it starts
-        self._free: deque[Connection] = deque()  # a child for each chunk that it could take
+        self._busy: dict[Connection, int | None] = {}  # the number of its chunk; None: it starts
+        self._idle: list[Connection] = []
 
     def close(self) -> None:
         """End the children: at once where one is at work or starting."""
-        for connection in self._given:
+        for connection in [*self._busy, *self._idle]:
             connection.close()
         if self._process is not None:
             with suppress(ProcessLookupError):
-                if any(self._given.values()):
+                if self._busy:
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -319,8 +319,9 @@ class Workers:
         while chunk is not None or given < number:
             if number == ALONE_CHUNKS and self._process is None and self._count > 1:
                 self._start()
-            while self._free and chunk is not None and number < given + MOST_CHUNKS * self._count:
-                self._given[worker := self._free.popleft()].append(number)
+            while self._idle and chunk is not None and number < given + 2 * self._count:
+                worker = self._idle.pop()
+                self._busy[worker] = number
                 worker.send(chunk)
                 number, chunk = number + 1, next(source, None)
             if chunk is not None and not self._ready:  # there is nobody yet to give it to
@@ -329,18 +330,18 @@ class Workers:
             while given in done:
                 yield done.pop(given)
                 given += 1
-            if any(self._given.values()) and (chunk is not None or given < number):
+            if self._busy and (chunk is not None or given < number):
                 self._receive(done)
 
-    _ready = property(lambda self: any(None not in given for given in self._given.values()))
+    _ready = property(lambda self: bool(self._idle) or any(number is not None for number in self._busy.values()))
 
     def _receive(self, done: dict[int | None, Any]) -> None:
-        for worker in wait(list(self._given), None if self._ready else 0):
+        for worker in wait(list(self._busy), None if self._ready else 0):
             if (answer := worker.recv()) == SETUP:
                 worker.send(self._setup)
             else:
-                done[number := self._given[worker].popleft()] = answer  # under None: that it is ready
-                self._free.extend([worker] * (AHEAD if number is None else 1))
+                self._idle.append(worker)
+                done[self._busy.pop(worker)] = answer  # under None: that it is ready
 
     def _start(self) -> None:
         from fullshard.device import one_core_environment
@@ -352,7 +353,7 @@ class Workers:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs, **apart)
         for here, there in pairs:
             there.close()
-            self._given[here] = deque([None])
+            self._busy[here] = None
 
 
 def be_worker() -> None:
@@ -365,11 +366,8 @@ def be_worker() -> None:
         for other in set(connections) - {mine}:
             other.close()
         mine.send(None)
-        reader = ThreadPoolExecutor(1)  # takes the next chunk meanwhile, so that neither side waits for the other
-        coming = reader.submit(mine.recv)
         while True:
-            chunk, coming = coming.result(), reader.submit(mine.recv)
-            mine.send(render(chunk))
+            mine.send(render(mine.recv()))
     with suppress(ChildProcessError):
         while mine is connections[0]:
             os.wait()

@@ -7,10 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -420,7 +417,7 @@ def test_one_slow_chunk_does_not_pile_up_the_others(two_workers, tmp_path):
             pass
 
     pool = object.__new__(Slow)
-    pool._setup, pool._count, pool._process, pool._given, pool._free = (), 1, None, {}, []
+    pool._setup, pool._count, pool._process, pool._busy, pool._idle = (), 1, None, {}, []
     pool._render = lambda chunk: chunk
 
     def chunks():
@@ -432,26 +429,6 @@ def test_one_slow_chunk_does_not_pile_up_the_others(two_workers, tmp_path):
         given.append(number)
         assert len(read) - len(given) <= 2
     assert given == list(range(50))
-
-
-def test_a_child_has_its_next_chunk_before_it_answers():
-    here, there = Pipe()
-    pool, has_next = object.__new__(workers.Workers), []
-    pool._setup, pool._count, pool._process, pool._given, pool._free = (), 1, None, {here: deque([None])}, deque()
-
-    def child():
-        for number in range(20):
-            chunk = there.recv()
-            has_next.append(number == 19 or there.poll(60))
-            there.send(chunk)
-
-    thread = threading.Thread(target=child)
-    thread.start()
-    there.send(None)  # it is ready
-    pool._receive({})
-    assert list(pool.in_order(range(20))) == list(range(20))
-    thread.join()
-    assert has_next == [True] * 20
 
 
 def test_time_is_not_needed_to_notice_the_end(two_workers, k1_folder, tmp_path, new_children):

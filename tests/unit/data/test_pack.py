@@ -133,9 +133,10 @@ def test_no_sequences_of_no_rows():
 
 
 def test_rows_trade_places_for_one_sequence_less():
-    """Longest first into the emptiest gives 5 + 4 and 5 + 3 + 3; the 5 against the 4 makes both 10."""
-    layout = lay_out(np.arange(5), np.array([5, 5, 4, 3, 3]), 1, (4, "rows"), True, 10)
-    assert sorted(sorted(sequence) for sequence in layout[0][0]) == [[0, 1], [2, 3, 4]]
+    """Best fit: 6 + 5, 4 + 3 + 2 + 2, 2. Longest into the emptiest: 6 + 3 + 2 + 2, 5 + 4 + 2; then 6 against 5."""
+    lengths = np.array([6, 5, 4, 3, 2, 2, 2])
+    ((cells,),) = lay_out(np.arange(7), lengths, 1, (4, "rows"), True, 12)
+    assert [int(lengths[rows].sum()) for rows in cells] == [12, 12]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))

@@ -1,6 +1,6 @@
 """Speed, fill and memory of the data stage on GSM8K. Writes benchmarks/results/data_HARDWARE_DATE.json.
 
-    python benchmarks/data.py [--gsm8k FILE] [--copies 10] [--repeats 5] [--memory 1,10,100] [--output FOLDER]
+    python benchmarks/data.py [--gsm8k FILE] [--copies 10] [--repeats 5] [--memory 1,10,100] [--only PARTS]
 
 speed: `prepare`, from file to prepared data, against the tokenizer's own `encode_batch` on the same rendered texts and
 the same cores; the two take turns. fill: tokens over places in packed sequences, windows of 32k tokens, 1 to 4 ranks.
@@ -34,6 +34,7 @@ from fullshard.data.sources import iterate_rows
 from fullshard.model.fetch import ensure_default_model
 
 HERE = Path(__file__).parent
+PARTS = "fill,speed,memory"
 BATCH_TEXTS = 1000  # of one encode_batch call: more only takes memory
 
 
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=10, help="how often the file is repeated for the speed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory", default="1,10,100", help="how often the file is repeated for the memory")
+    parser.add_argument("--only", default=PARTS, help="which of them (only speed needs a quiet machine)")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     parser.add_argument("--one", nargs=2, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -185,14 +187,16 @@ def main() -> None:
             path.write_bytes(rows * copies)
             return path
 
-        result["fill"] = measure_fill(model, repeated(1))
-        result["speed"] = measure_speed(model, repeated(given.copies), given.repeats)
-        result["memory"] = {}
-        for copies in map(int, given.memory.split(",")):
-            result["memory"][f"x{copies}"] = measure_memory(model, repeated(copies))
+        if "fill" in given.only:
+            result["fill"] = measure_fill(model, repeated(1))
+        if "speed" in given.only:
+            result["speed"] = measure_speed(model, repeated(given.copies), given.repeats)
+        for copies in map(int, given.memory.split(",") if "memory" in given.only else ()):
+            result.setdefault("memory", {})[f"x{copies}"] = measure_memory(model, repeated(copies))
             print(json.dumps(result["memory"]), flush=True)
     given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / f"data_{hardware_name()}_{datetime.date.today():%Y%m%d}.json"
+    part = "" if given.only == PARTS else "_" + given.only.replace(",", "_")
+    path = given.output / f"data{part}_{hardware_name()}_{datetime.date.today():%Y%m%d}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     print(path)

@@ -1,10 +1,10 @@
 """Speed, fill and memory of the data stage on GSM8K. Writes benchmarks/results/data_HARDWARE_DATE.json.
 
-    python benchmarks/data.py [--gsm8k FILE] [--copies 10] [--repeats 5] [--memory 1,10,100] [--output FOLDER]
+    python benchmarks/data.py [--gsm8k FILE] [--copies 10] [--repeats 5] [--memory 1,10,100] [--only PARTS]
 
 speed: `prepare`, from file to prepared data, against the tokenizer's own `encode_batch` on the same rendered texts and
-the same cores; the two take turns. fill: tokens over places in packed sequences, windows of 32k tokens. memory: peak
-resident memory of `prepare` in a fresh process and of its workers, while the file grows.
+the same cores; the two take turns. fill: tokens over places in packed sequences, windows of 32k tokens, 1 to 4 ranks.
+memory: peak resident memory of `prepare` in a fresh process and of its workers, while the file grows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -26,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from measuring import hardware_name
+from measuring import hardware, hardware_name
 
 from fullshard.config import config_from_dict
 from fullshard.data.chat import Renderer, load_tokenizer
@@ -36,6 +34,7 @@ from fullshard.data.sources import iterate_rows
 from fullshard.model.fetch import ensure_default_model
 
 HERE = Path(__file__).parent
+PARTS = "fill,speed,memory"
 BATCH_TEXTS = 1000  # of one encode_batch call: more only takes memory
 
 
@@ -86,26 +85,29 @@ def measure_speed(model: Path, data: Path, repeats: int) -> dict:
 
 
 def measure_fill(model: Path, data: Path) -> dict:
-    """Over an epoch of windows of 32,768 tokens (the last one is a part and left out): tokens / (sequences x
-    max_length), and tokens / positions that are computed, since a batch is as long as its longest sequence."""
+    """Over an epoch of windows of 32,768 tokens (the last one is a part and left out), tokens over three things.
+    ``of_sequences``: sequences x max_length. ``of_computed_positions``: a batch is as long as its longest sequence.
+    ``of_slowest_rank``: ranks x positions of the rank that has most in each micro-batch, for which the others wait."""
     found = {}
     for max_length in (1024, 2048):
         out = data.with_suffix(f".{max_length}")
         prepare(recipe(model, data, max_length), out)
         lengths = open_prepared(out, "train").lengths
-        for num_ranks in (1, 2):
-            shares, computed = [], []
+        for num_ranks in (1, 2, 3, 4):
+            shares, counts, started = [], [], time.perf_counter()
             for window in windows(lengths, 0, 0, (32768, "tokens"))[:-1]:
                 layout = lay_out(window, lengths, num_ranks, (4, "rows"), True, max_length)
-                cells = [[int(lengths[rows].sum()) for rows in rank] for ranks in layout for rank in ranks if rank]
-                tokens, positions = sum(map(sum, cells)), sum(len(cell) * max(cell) for cell in cells)
-                shares.append(tokens / (sum(map(len, cells)) * max_length))
-                computed.append(tokens / positions)
+                sizes = [[[int(lengths[rows].sum()) for rows in cell] for cell in micro] for micro in layout]
+                computed = [[len(cell) * max(cell, default=0) for cell in micro] for micro in sizes]
+                tokens, slowest = int(lengths[window].sum()), num_ranks * sum(map(max, computed))
+                counts.append(sum(len(cell) for micro in sizes for cell in micro))
+                shares.append([tokens / (counts[-1] * max_length), tokens / sum(map(sum, computed)), tokens / slowest])
+            names = ("of_sequences", "of_computed_positions", "of_slowest_rank")
+            parts = dict(zip(names, zip(*shares, strict=True), strict=True))
             found[f"max_length {max_length}, ranks {num_ranks}"] = {
-                "windows": len(shares),
-                "mean": float(np.mean(shares)),
-                "low": min(shares),
-                "of_computed_positions": float(np.mean(computed)),
+                "windows_by_sequences": {str(count): counts.count(count) for count in sorted(set(counts))},
+                "milliseconds_a_window": 1000 * (time.perf_counter() - started) / len(shares),
+                **{name: {"mean": float(np.mean(part)), "low": min(part)} for name, part in parts.items()},
             }
     return found
 
@@ -161,6 +163,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=10, help="how often the file is repeated for the speed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory", default="1,10,100", help="how often the file is repeated for the memory")
+    parser.add_argument("--only", default=PARTS, help="which of them (only speed needs a quiet machine)")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     parser.add_argument("--one", nargs=2, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -173,8 +176,7 @@ def main() -> None:
     result = {
         "command": " ".join(["python", "benchmarks/data.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "memory": psutil.virtual_memory().total},
-        "load_before": os.getloadavg()[0],
+        "hardware": hardware() | {"memory": psutil.virtual_memory().total},
         "versions": {name: version(name) for name in ("fullshard", "tokenizers", "transformers", "numpy")},
     }
     with tempfile.TemporaryDirectory() as temporary:
@@ -185,14 +187,16 @@ def main() -> None:
             path.write_bytes(rows * copies)
             return path
 
-        result["fill"] = measure_fill(model, repeated(1))
-        result["speed"] = measure_speed(model, repeated(given.copies), given.repeats)
-        result["memory"] = {}
-        for copies in map(int, given.memory.split(",")):
-            result["memory"][f"x{copies}"] = measure_memory(model, repeated(copies))
+        if "fill" in given.only:
+            result["fill"] = measure_fill(model, repeated(1))
+        if "speed" in given.only:
+            result["speed"] = measure_speed(model, repeated(given.copies), given.repeats)
+        for copies in map(int, given.memory.split(",") if "memory" in given.only else ()):
+            result.setdefault("memory", {})[f"x{copies}"] = measure_memory(model, repeated(copies))
             print(json.dumps(result["memory"]), flush=True)
     given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / f"data_{hardware_name()}_{datetime.date.today():%Y%m%d}.json"
+    part = "" if given.only == PARTS else "_" + given.only.replace(",", "_")
+    path = given.output / f"data{part}_{hardware_name()}_{datetime.date.today():%Y%m%d}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     print(path)

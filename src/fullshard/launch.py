@@ -195,9 +195,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         facts = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
         facts |= {"torch_build": torch_version, "device": device_kind(), "devices": num_devices(), "cores": num_cores()}
         write_json(run / run_folder.ENVIRONMENT, facts)
-        with Console(quiet=quiet).status("preparing the data") as status:
-            say = "preparing {}: {:,} rows".format
-            account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(say(*at)))
+        with Console(quiet=quiet).status(say := "preparing rows") as status:
+            account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(f"{say}: {at[0]} {at[1]:,}"))
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)

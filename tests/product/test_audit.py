@@ -132,6 +132,15 @@ def test_in_chinese_and_where_the_page_is_asked_for(job, capsys):
     assert "Page" not in run(capsys, "prepare", "recipe.yaml") and not (job / "audit.html").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--audit"]])
+def test_the_rows_done_are_said_while_it_works(job, capsys, monkeypatch, options):
+    """Both commands say them on a terminal; in a file there is no such line (test_json_is_only_json)."""
+    said = []
+    monkeypatch.setattr("rich.status.Status.update", lambda status, text: said.append(text))
+    run(capsys, "prepare", "recipe.yaml", *options)
+    assert said == ["preparing rows: eval 3", "preparing rows: train 11"]
+
+
 def test_json_is_only_json(job, capsys):
     result = json.loads(run(capsys, "prepare", "recipe.yaml", "--audit", "--json"))
     assert result["audit"]["near"]["rows"] == 1 and (job / "audit.html").exists()

@@ -1,7 +1,5 @@
 """From messages or text to token ids and the mask of supervised tokens, for any chat template. Only here are ids made.
-An assistant turn lies between two prefixes: the prompt before it, with the generation prompt, must begin the text up to
-and with the turn. Where all turns begin the whole conversation it is one training row, else each is a row of its own.
-Inside a turn ``{% generation %}`` markers decide. A template that allows none of this is refused."""
+An assistant turn begins where the prompt before it, with the generation prompt, ends; see docs/templates.md."""
 
 import json
 import logging

@@ -1,14 +1,14 @@
-"""Which rows make an optimizer step (windows: by data, seed, epoch and global batch only), and how a window lies on
-ranks and micro-batches (lay_out), with the same loss in every layout. No torch here."""
+"""Which rows make an optimizer step (windows), and how they lie on ranks and micro-batches (lay_out). No torch here."""
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import defaultdict
 import numpy as np
 from fullshard.config import TrainSection, parse_quantity
 from fullshard.errors import refusal
 
 Amount = tuple[int, str]  # of "rows" or "tokens"
-EVEN_BELOW = 16  # sequences a rank: one more of them is then over 6 % of what the rank has to do
+FEW = 32  # sequences a rank: one more of them is then 3 % and more of what the rank has to do
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -89,29 +89,44 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Sequences of at most ``max_length`` tokens, filled evenly (longest row into the emptiest): as few as possible, in
-    a multiple of the ranks where they are few; or best-fit decreasing, where even ones would be more."""
-    rows = sorted((int(row) for row in window), key=lambda row: (-int(lengths[row]), row))
-    assert not rows or int(lengths[rows[0]]) <= max_length, "rows over max_length are dropped or cut before packing"
-    tight, room = [], []  # sequences, and the tokens that each has room for
-    for row in rows:
-        length = int(lengths[row])
-        fitting = (place for place, left in enumerate(room) if length <= left)
-        place = min(fitting, key=room.__getitem__, default=len(room))
-        if place == len(room):
-            tight.append([])
-            room.append(max_length)
+    """Sequences of at most ``max_length`` tokens: evenly filled and as few as possible (FEW: a multiple of the ranks),
+    or best-fit decreasing, where even ones would be more."""
+    rows = sorted(window.tolist(), key=lambda row: (-int(lengths[row]), row))
+    sizes = lengths[rows].tolist()
+    assert not rows or sizes[0] <= max_length, "rows over max_length are dropped or cut before packing"
+    tight, room = defaultdict(list), []  # sequences; the tokens that each has room for with its place, in order
+    for row, size in zip(rows, sizes, strict=True):
+        fitting = bisect_left(room, (size, 0))
+        left, place = room.pop(fitting) if fitting < len(room) else (max_length, len(tight))
         tight[place].append(row)
-        room[place] -= length
-    for least in range(-(-sum(int(lengths[row]) for row in rows) // max_length), len(tight) + 1):
-        count = min(-(-least // num_ranks) * num_ranks, len(rows)) if least < EVEN_BELOW * num_ranks else least
-        even: list[tuple[int, int, list[int]]] = [(0, place, []) for place in range(count)]  # a heap by tokens
-        for row in rows:
-            filled, place, sequence = even[0]
-            heapq.heapreplace(even, (filled + int(lengths[row]), place, [*sequence, row]))
-        if all(filled <= max_length for filled, *_ in even):
-            return [sequence for _, _, sequence in sorted(even, key=lambda item: item[1])]
-    return tight
+        insort(room, (left - size, place))
+    for least in range(-(-sum(sizes) // max_length) or 1, len(tight) + 1):
+        count = min(-(-least // num_ranks) * num_ranks, len(rows)) if least <= FEW * num_ranks else least
+        if (places := _fill_evenly(sizes, count, max_length)) is not None:
+            return [[rows[i] for i in np.flatnonzero(places == place)] for place in range(count)]
+    return list(tight.values())
+
+
+def _fill_evenly(sizes: list[int], count: int, max_length: int) -> np.ndarray | None:
+    """The place of each size (the largest first) in ``count`` sequences: where least lies yet. While a sequence is over
+    ``max_length`` the fullest trades a row for a smaller one; None where that does not help, or would take long."""
+    heap, places = [(0, place) for place in range(count)], []
+    for size in sizes:
+        filled, place = heap[0]
+        places.append(place)
+        heapq.heapreplace(heap, (filled + size, place))
+    size_N, place_N = np.array(sizes), np.array(places)
+    over_C = np.bincount(place_N, size_N).astype(np.int64) - max_length
+    while over_C[full := over_C.argmax()] > 0:
+        mine = np.flatnonzero(place_N == full)
+        moved = size_N[mine, None] - size_N
+        after = (over_C[full] - moved).clip(0) + (over_C[place_N] + moved).clip(0) - over_C[place_N].clip(0)
+        given, taken = divmod(int(after.argmin()), len(sizes))
+        if count > 4 * FEW or after[given, taken] >= over_C[full]:
+            return None
+        over_C[[full, other := place_N[taken]]] += moved[given, taken] * np.array([-1, 1])
+        place_N[[mine[given], taken]] = other, full
+    return place_N
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:

@@ -29,13 +29,12 @@ from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
 FORMAT = 4  # of the files
-META, JOURNAL = "meta.json", "journal.json"
+META, JOURNAL, JOURNAL_SECONDS = "meta.json", "journal.json", 5.0
 OF_TOKENS = {"tokens": np.dtype(np.int32), "supervised": np.dtype(np.bool_)}
 COLUMNS = OF_TOKENS | {name: RECORD[name] for name in RECORD.names or ()}
 KINDS = {"int32": "I32", "bool": "BOOL", "uint64": "U64"}  # as safetensors names them
 HEADER_BYTES = 512  # of a file that is written as a stream: its size is known only at the end
 PIECE_ROWS = 1 << 16  # of a column in memory at once
-JOURNAL_SECONDS = 5.0
 IGNORED = -100  # label of a position that has no target
 FILL_TOKENS = 8
 Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
@@ -128,9 +127,7 @@ def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> B
 
 def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Tokenise, mask and audit the recipe's data into ``folder``, whole or not at all, and return data.json's content;
-    a folder made from the same inputs (by the files' bytes) is kept. Keys: ``hash``, ``key``, ``train`` and ``eval``
-    (Account.to_json, or None), ``stop_ids`` (most frequent first), ``exact_duplicates`` and ``overlap`` (training rows
-    that repeat an earlier one, or one of eval: ``rows``, ``places``), ``report`` (lines). Raises DataError."""
+    a folder made from the same inputs (by the files' bytes) is kept. prepared.md has the keys. Raises DataError."""
     folder, config = Path(folder), with_model_folder(config, weights=False)
     tokenizer = chat.load_tokenizer(config.model.path, config.model.add_tokens)
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
@@ -198,7 +195,7 @@ class _Split:
     def append(self, part: Part) -> None:
         """Write what a chunk has for this split."""
         self.names |= dict.fromkeys(part.files)
-        records, names = np.array(part.records, dtype=RECORD), list(self.names)
+        records, names = part.records, list(self.names)
         records["files"] = np.array([names.index(name) for name in part.files], dtype=np.int32)[records["files"]]
         columns = {"tokens": part.tokens, "supervised": part.supervised}
         for name, values in (columns | {name: records[name] for name in RECORD.names or ()}).items():

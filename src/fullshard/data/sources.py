@@ -24,6 +24,7 @@ _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, c
 KEPT = 1000  # places of each reason, for data.json; fewer are printed
 MOST_NESTED = 100  # levels of tools and their calls, in which rows go to other processes
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
+ENCODER = json.JSONEncoder(default=str)
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
@@ -37,15 +38,13 @@ class Row(Frozen):
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     copy: int = 0
-    # everything the row says, as one string: equal rows have equal strings
-    content = property(lambda self: json.dumps([self.messages, self.text, self.tools], default=str))
+    content = property(lambda self: ENCODER.encode([self.messages, self.text, self.tools]))  # equal rows, equal texts
 
 
 @dataclass
 class Account:
-    """What became of the records: read = used + dropped + bad + blank (+ held_out); ``copies`` by weight are beside.
-    ``used`` and ``dropped`` are of the reading until an audit has its say: another account, of the source rows from
-    there on, of (a part of) a split, which fills in what stands from ``rows`` on; used: a training row is kept."""
+    """What became of the records: read = used + dropped + bad + blank (+ held_out); ``copies`` by weight are beside. Of
+    the reading; another one, of (a part of) a split, has what stands from ``rows`` on; used: a training row is kept."""
 
     read: int = 0
     used: int = 0
@@ -113,9 +112,8 @@ class Account:
 
 
 def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Account | None = None) -> Iterator[Row]:
-    """The rows of files, folders and data set ids, one after another, while ``account`` is filled. Weight 2.5 gives
-    each row twice and half of the rows, drawn by ``seed`` from each 100, once more. Raises DataError with file and line
-    for a row that cannot be used (unless data.on_bad is drop) and for a file without any."""
+    """The rows of files, folders and data set ids, as often as weights say (docs/sources.md), while ``account`` is
+    filled. DataError with file and line: a row that cannot be used (unless data.on_bad is drop), a file without any."""
     account = Account() if account is None else account
     for place, entry in enumerate(paths if isinstance(paths, list) else [paths]):
         file = entry if isinstance(entry, DataFile) else DataFile(path=str(entry))

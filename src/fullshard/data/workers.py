@@ -1,7 +1,5 @@
-"""Rows to tokens, many at once, with ids and masks as of ``Renderer`` (workers.md says how); and chunks of rows as
-arrays: rendered, cut or left out, counted (no row depends on its chunk) by as many processes as there are cores; a
-small input needs none. One child reads the tokenizer (without torch) and forks into the others; when its socket to this
-process closes, a child ends."""
+"""Rows to tokens, many at once, with ids and masks as of ``Renderer``; and chunks of rows as arrays: rendered, cut or
+left out, counted by as many processes as there are cores. workers.md says how."""
 
 import os
 import re
@@ -37,8 +35,7 @@ _Segment = namedtuple("_Segment", "before after head tail supervised")
 
 @dataclass
 class _Pattern:
-    """How rows of one sequence of roles are written: a segment for each message, and what all rows have around the
-    contents (one more; with heads and tails, ``stops`` counted from its own first id)."""
+    """How rows of one sequence of roles are written: segments, and what all rows have around the contents."""
 
     roles: tuple[str, ...]
     segments: list[_Segment]
@@ -171,7 +168,7 @@ def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts))) or r"(?!)")
 
 
 def _constants(template: str) -> set[str]:
@@ -189,7 +186,7 @@ class Part:
     book: Account = field(default_factory=Account)
     tokens: Any = field(default_factory=list)  # of each row's ids; int32 (tokens) when the chunk is done
     supervised: bytearray = field(default_factory=bytearray)  # 0 or 1 a token
-    records: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    records: Any = field(default_factory=list)  # an array when the chunk is done
     files: dict[str, int] = field(default_factory=dict)
 
 
@@ -214,9 +211,9 @@ class ChunkRenderer:
     """Makes chunks into parts. ``num_embeddings``: rows of the model's embedding, None where not known."""
 
     def __init__(self, tokenizer: Any, data: DataSection, num_embeddings: int | None) -> None:
-        renderer = Renderer(tokenizer, data.loss_on, data.template_arguments)
-        self._renderer = BatchRenderer(renderer, data.on_bad)
-        self._data, self._num_embeddings = data, num_embeddings
+        self._renderer = BatchRenderer(Renderer(tokenizer, data.loss_on, data.template_arguments), data.on_bad)
+        has_more = num_embeddings is not None and max(tokenizer.get_vocab().values(), default=0) >= num_embeddings
+        self._data, self._num_embeddings = data, num_embeddings if has_more else None  # None: every id has its row
 
     def __call__(self, chunk: Chunk | UserError) -> dict[str, Part] | UserError:
         """The part of each split that the chunk has rows of; the error of its first row that has one."""
@@ -228,7 +225,11 @@ class ChunkRenderer:
             for (split, _), (row, training_rows) in zip(chunk, rendered, strict=True):
                 self._take(parts[split], row, training_rows)
             for part in parts.values():
-                part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, part.book.tokens)
+                book, part.records = part.book, np.array(part.records, RECORD)
+                lengths, targets = part.records["lengths"], part.records["targets"]
+                book.prepared, book.tokens, book.targets = len(lengths), int(lengths.sum()), int(targets.sum())
+                book.supervised_tokens, book.longest_written = part.supervised.count(1), int(lengths.max(initial=0))
+                part.tokens = np.fromiter(chain.from_iterable(part.tokens), np.int32, book.tokens)
         except UserError as error:
             return error
         return parts
@@ -265,11 +266,8 @@ class ChunkRenderer:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
         book.longest = max(book.longest, length)
-        ids, supervised = rendered.ids, rendered.supervised
-        if length > limit:
-            ids, supervised = ids[:limit], supervised[:limit]
-        num_supervised = supervised.count(True)
-        targets = num_supervised - supervised[0] if ids else 0
+        kept = rendered if length <= limit else rendered.part(0, limit)
+        ids, targets = kept.ids, kept.supervised[1:].count(True)
         if not targets or (length > limit and self._data.too_long != "cut"):
             problem = "longer than max_length" if targets else "no supervised token"
             book.tokens_dropped += length
@@ -281,23 +279,16 @@ class ChunkRenderer:
                     first = next((i for i, value in enumerate(rendered.supervised) if value and i), None)
                     book.unsupervised.append((row.origin, length, first))
             return problem
-        largest = max(ids)
-        if self._num_embeddings is not None and largest >= self._num_embeddings:
+        if self._num_embeddings is not None and (largest := max(ids)) >= self._num_embeddings:
             raise refusal("id_outside", origin=row.origin, id=largest, rows=self._num_embeddings)
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit
-        book.prepared += 1
-        book.longest_written = max(book.longest_written, len(ids))
-        book.tokens += len(ids)
-        book.supervised_tokens += num_supervised
-        book.targets += targets
-        for stop in rendered.stops:
-            if stop < len(ids):
-                book.stops[str(ids[stop])] += 1
+        for stop in kept.stops:
+            book.stops[str(ids[stop])] += 1
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
-        part.supervised.extend(supervised)
+        part.supervised.extend(kept.supervised)
         part.records.append((content, len(ids), targets, part.files.setdefault(file, len(part.files)), int(line)))
         return None
 

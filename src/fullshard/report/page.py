@@ -75,11 +75,10 @@ def _say(lang: str, text: str) -> str:
     return text
 
 
-def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en") -> dict[str, Any]:
-    """Prepare the recipe's data into ``folder``, write the HTML page and return data.json's content, with the new key
-    "audit": figures and ``histograms`` of each split, ``near`` and ``near_eval``: ``rows`` (training rows like another
-    one, or one of eval) and the first 100 ``places``: [row, what it is like, Jaccard index]. Raises as prepare."""
-    result = audit_prepared(prepare(config, folder := Path(folder)), folder)
+def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lang: str = "en", **to: Any) -> dict:
+    """``prepare`` (``to``: its options) and an HTML page; returns data.json's content with the new key "audit": figures
+    and ``histograms``; ``near``, ``near_eval``: ``rows``, 100 ``places`` ([row, what it is like, Jaccard index])."""
+    result = audit_prepared(prepare(config, folder := Path(folder), **to), folder)
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
     facts = {"train": open_prepared(folder, "train"), "tokenizer": tokenizer, "audit": result["audit"]}
     facts |= {"tables": audit_tables(result, lang), "threshold": THRESHOLD, "limit": NAMED}

@@ -4,13 +4,17 @@ keeping loses what is good. Strict xfails are findings that wait for their fix."
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, newest_good, verify
@@ -97,6 +101,63 @@ def test_an_older_checkpoint_moved_to_another_disk_does_not_end_the_run(tmp_path
     checkpoint_path(tmp_path, 1).symlink_to(tmp_path / "elsewhere")
     save(tmp_path, 2)
     assert steps(tmp_path)[-1] == 2 and (tmp_path / "elsewhere").is_dir()
+
+
+# A full disk
+
+
+def test_a_disk_that_is_full_at_the_nth_write_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    """Each write, fsync and rename of a save in turn, half done where it can be: a limit of a file's size
+    (tests/ranks/test_saving.py) falls into the largest file alone, which is written first."""
+    from fullshard.checkpoint import ranges
+
+    extra = {"proof.safetensors": {"tokens": torch.zeros(4)}, "adapter_config.json": "{}"}
+    facts = {"method": "lora", "base_model": "/m", "trainer": {}}
+    calls, failed = [], []
+
+    def at_most(allowed, call, half):
+        def limited(*arguments, **named):
+            calls.append(call.__name__)
+            if len(calls) > allowed:
+                half(*arguments)
+                failed.append(str(arguments[0] if isinstance(arguments[0], Path) else arguments[-1]))
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*arguments, **named)
+
+        return limited
+
+    for allowed in range(40):
+        run = tmp_path / str(allowed)
+        save(run, 1)
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                Path, "write_text", at_most(allowed, Path.write_text, lambda path, *_: path.write_bytes(b"{"))
+            )
+            patched.setattr(
+                ranges, "save_file", at_most(allowed, save_file, lambda _, path, *__: path.write_bytes(b"x"))
+            )
+            patched.setattr(os, "fsync", at_most(allowed, os.fsync, lambda *_: None))
+            patched.setattr(os, "replace", at_most(allowed, os.replace, lambda *_: None))
+            try:
+                Saver(run, RANK, 1).save(2, model_of(100, 2.0), {}, facts, extra)
+                break
+            except CheckpointError as error:
+                assert "step_000002 cannot be written: No space left on device" in error.message
+        assert verify(run).healthy and newest_good(run)[0] == steps(run)[-1], (allowed, calls)
+    assert steps(run) == [2] and verify(run).healthy and allowed > 15
+    hit = " ".join(failed)
+    for name in (
+        "part_00000",
+        "proof",
+        "adapter_config",
+        "adapter_model",
+        "rank_00000",
+        MANIFEST,
+        COMPLETE,
+        "step_000002",
+    ):
+        assert name in hit
 
 
 # What is loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -345,3 +346,44 @@ def test_packing_is_proven_without_dropout_and_held_out_rows_are_written(tmp_pat
     lines = (tmp_path / "held_out.jsonl").read_text().splitlines()
     everything = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
     assert len(lines) == 3 and all(json.loads(line) in map(json.loads, everything) for line in lines)
+
+
+def test_dropout_and_accumulation_resume_bit_for_bit(tmp_path):
+    """HO-12: dropout 0.1, AdamW, warm-up 5 then cosine to 10 steps, accumulation 2; resumed after step 4 of 10."""
+    model = make_tokenizer(make_model(tmp_path / "model", attention_dropout=0.1))
+    train = {"learning_rate": 1e-3, "warmup": 5, "save_every": 4, "keep_last": 9, "epochs": 3, "max_steps": 10}
+    config = make_run(tmp_path / "run", model, **train)
+    arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), [1, "rows"])
+
+    def records():
+        lines = (tmp_path / "run" / METRICS).read_text().splitlines()
+        found = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+        return [[record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")] for record in found]
+
+    pool(2).run(train_on_ranks, *arguments)
+    straight, wanted = records(), stored(tmp_path / "run", 10)
+    rates = [rate for *_, rate in straight]
+    assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3]) and rates[5:] == sorted(rates[5:], reverse=True)
+    shutil.rmtree(checkpoint_path(tmp_path / "run", 8))
+    shutil.rmtree(checkpoint_path(tmp_path / "run", 10))
+    pool(2).run(train_on_ranks, *arguments, 4)
+    assert records()[10:] == straight[4:] and straight[4][0] == 5
+    found = stored(tmp_path / "run", 10)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], value) for key, value in wanted.items())
+    pool(1).run(train_on_ranks, *arguments, 4)
+    assert [rate for *_, rate in records()[16:]] == rates[4:]
+    plain = make_tokenizer(make_model(tmp_path / "plain"))
+    other = make_run(tmp_path / "other", plain, **train)
+    pool(2).run(train_on_ranks, str(tmp_path / "other"), other.model_dump(exclude_unset=True), [1, "rows"])
+    assert losses_of(tmp_path / "other")[0] != straight[0][1]  # the dropout is there
+
+
+@pytest.mark.xfail(strict=True, reason="a checkpoint keeps nothing of the base but its path: other weights go unseen")
+def test_another_base_under_an_adapter_is_refused_on_resume(tmp_path):
+    model = make_tokenizer(make_model(tmp_path / "model"))
+    config = make_run(tmp_path / "run", model, "lora", learning_rate=1e-3, save_every=2, keep_last=9)
+    arguments = (str(tmp_path / "run"), config.model_dump(exclude_unset=True), [32, "tokens"])
+    pool(2).run(train_on_ranks, *arguments)
+    make_model(tmp_path / "model", seed=8)
+    with pytest.raises(AssertionError, match=r"(Checkpoint|Model|Config)Error: "):
+        pool(2).run(train_on_ranks, *arguments, 2)

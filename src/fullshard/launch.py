@@ -232,18 +232,26 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if mode in MODES:
+        run_folder.claim_run(run).close()  # by whoever trains it, whose errors/ these would be
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     asked: list[int] = []
 
+    def unheard(number: int) -> UserError:
+        command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=NEW_FOLDER"
+        found = refusal("ended_from_outside", signal=number, command=command)
+        found.exit_code = 128 + number
+        return found
+
     def ask(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
+        children = [child for child in psutil.Process().children() if "fullshard.launch" in child.cmdline()]
+        if asked or not children:
+            raise KeyboardInterrupt if asked else unheard(number)
         asked.append(number)
         print("finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr, flush=True)
-        for child in psutil.Process().children():
-            if "fullshard.launch" in child.cmdline():
-                child.send_signal(ASK_TO_STOP)
+        for child in children:
+            child.send_signal(ASK_TO_STOP)
 
     meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
     meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0, "nproc_per_node": ranks}
@@ -252,12 +260,11 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
     try:
-        start("-m", "fullshard.launch", str(run), str(resume_step or 0), mode)
+        start("-m", "fullshard.launch", str(run), str(resume_step or 0), mode, str(os.getpid()))
     except ChildFailedError as error:
         failure = _first_failure(run, error)
         if asked and not any((run / run_folder.ERRORS).glob("*.json")):  # asked before it could listen
-            command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=NEW_FOLDER"
-            failure = refusal("ended_from_outside", signal=asked[0], command=command)
+            failure = unheard(asked[0])
         failure.exit_code = 128 + asked[0] if asked else failure.exit_code
         raise failure from None
     finally:
@@ -289,7 +296,8 @@ def _first_failure(run: Path, error: Any) -> UserError:
             return refusal("out_of_memory", rank=rank, message=message, plan_it=plan_it)
         return refusal("rank_raised", rank=rank, kind=kind, message=message, folder=run / run_folder.ERRORS)
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-    return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", "Its output stands above.")
+    go_on = f"Its output stands above. Go on: fullshard resume {run}"
+    return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", go_on)
 
 
 def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
@@ -340,6 +348,7 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = Non
     from fullshard.train.loop import TrainResult, run_rank, trace_rank
 
     signals = (signal.SIGTERM, signal.SIGINT) if ranks else (ASK_TO_STOP,)  # of torchrun, or of our launcher
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run / run_folder.ERRORS).resolve() / "collectives_rank_"))
     ranks = ranks or start_ranks()
     if resume_step is None:
         found = ranks.agree(partial(newest_good, run) if ranks.is_first and list_checkpoints(run) else None)[0]
@@ -358,10 +367,12 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = Non
 
 
 def rank_main(arguments: list[str]) -> int:
-    """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE. Writes errors/rank_N.json on failure."""
+    """Entry of a rank that our launcher starts: RUN RESUME_STEP MODE PID. Writes errors/rank_N.json on failure."""
     run, resume_step, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
     if sys.platform == "linux":  # end when the launcher dies, however it dies
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, prctl(2)
+    if os.getppid() != int(arguments[3]):  # it has died before
+        return 1
     try:
         doctor.run_rank(run) if mode == "doctor" else _run_as_rank(run, resume_step, mode)
         return 0
@@ -370,10 +381,14 @@ def rank_main(arguments: list[str]) -> int:
     except Exception as error:  # the rank's outermost frame: every failure must reach the launcher
         rank, known = int(os.environ.get("RANK", "0")), error if isinstance(error, UserError) else UserError(str(error))
         code = known.exit_code if known is error else 1  # as the command line's
-        record = {"rank": rank, "type": type(error).__name__, "message": known.message, "hint": known.hint}
+        message = "; ".join([known.message, *getattr(error, "__notes__", [])])
+        record = {"rank": rank, "type": type(error).__name__, "message": message, "hint": known.hint}
         record |= {"exit_code": code, "time": time.time(), "traceback": traceback.format_exc()}
-        (run / run_folder.ERRORS).mkdir(exist_ok=True)
-        write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record)
+        try:
+            (run / run_folder.ERRORS).mkdir(exist_ok=True)
+            write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record)
+        except OSError:  # of a full disk, say
+            print(f"Rank {rank}: {message}", file=sys.stderr)
         return code
 
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed, hung or disturbed at odd moments. Strict xfails: findings that wait for their fix."""
+"""Runs that are stopped, killed, hung or disturbed at odd moments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ from tiny_models import make_job
 from fullshard.run_folder import checkpoint_path, list_checkpoints
 
 
-def finding(why):
-    return pytest.mark.xfail(strict=True, reason=why)
-
-
 def hook(job, code):
     """An environment in which every process of a run begins with ``code``."""
     folder = job / "hook"
@@ -36,7 +32,6 @@ def run(job, *arguments, env=ENVIRONMENT):
     return subprocess.run([*FULLSHARD, *arguments], cwd=job, env=env, capture_output=True, text=True, timeout=120)
 
 
-@finding("the request goes to the ranks that are there; there are none yet, and none is asked later: exit code 0")
 def test_asked_to_stop_before_the_ranks_are_there(tmp_path):
     job = make_job(tmp_path, 12)
     code = """
@@ -54,7 +49,6 @@ def test_asked_to_stop_before_the_ranks_are_there(tmp_path):
     assert not ranks_alive(job)
 
 
-@finding("PR_SET_PDEATHSIG is set after the imports, and nobody looks whether the launcher has gone by then")
 def test_ranks_end_with_a_launcher_that_dies_while_they_start(tmp_path):
     job = make_job(tmp_path, 12)
     code = """
@@ -75,7 +69,6 @@ def test_ranks_end_with_a_launcher_that_dies_while_they_start(tmp_path):
 
 
 @pytest.mark.slow
-@finding("collectives wait 600 s and the guard 660: gloo's own error comes first and names the rank that waited")
 def test_a_hung_rank_is_named_at_the_shipped_limits(tmp_path):
     """Both limits at a fiftieth."""
     job = make_job(tmp_path, 12)
@@ -98,7 +91,6 @@ def test_a_hung_rank_is_named_at_the_shipped_limits(tmp_path):
     assert done.returncode == 2 and "rank_1 hung" in done.stderr, done.stderr
 
 
-@finding("the second one's launcher removes the first one's errors/, and its refusal becomes the first one's headline")
 def test_a_second_resume_is_refused_and_does_not_disturb_the_first(tmp_path):
     job = make_job(tmp_path, 12)
     process = subprocess.Popen(
@@ -126,7 +118,6 @@ def test_a_second_resume_is_refused_and_does_not_disturb_the_first(tmp_path):
             process.communicate()
 
 
-@finding("the folder of the first time is there, and os.link refuses: shutil.Error ends the run at each resume")
 def test_a_spike_may_be_met_twice(tmp_path):
     """As by a run that was killed after a spike, resumed before it."""
     from fullshard.train.loop import Trainer
@@ -145,7 +136,6 @@ def test_a_spike_may_be_met_twice(tmp_path):
     assert (tmp_path / "before_step_000017/complete").read_text() == "x"
 
 
-@finding("the error's own record cannot be written there: tracebacks of all ranks and 'Rank 0 ended with exit code 1'")
 def test_a_disk_that_is_full_while_training_is_named(tmp_path):
     job = make_job(tmp_path, 12)
     code = """

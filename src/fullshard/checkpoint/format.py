@@ -2,13 +2,14 @@
 
 import hashlib
 import math
+import os
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 from fullshard import run_folder
-from fullshard.errors import CheckpointError, UserError, refusal
+from fullshard.errors import Blame, CheckpointError, UserError, refusal
 from fullshard.frozen import Frozen
 from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
 
@@ -57,8 +58,8 @@ class Manifest(Frozen):
         for stored in self.tensors:
             place, position = f"{stored.kind} of {stored.name}", 0
             for piece in stored.pieces:
-                if piece.start != position or piece.stop < piece.start:
-                    raise CheckpointError(f"{place}: a piece is at {piece.start}, not {position}.", "Use another step.")
+                if piece.start != position or piece.stop < piece.start or piece.file not in self.files:
+                    raise refusal("piece_place", place=place, file=piece.file, start=piece.start, wanted=position)
                 position = piece.stop
             if position != (size := math.prod(stored.shape)):
                 raise CheckpointError(f"{place}: pieces end at {position} of {size}.", "Use another step.")
@@ -75,7 +76,7 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
     path = folder / MANIFEST
     if absent := next((name for name in (MANIFEST, COMPLETE) if not (folder / name).is_file()), None):
         raise CheckpointError(f"{folder} is no finished checkpoint: {absent} is missing.", "Use another step.")
-    if (folder / COMPLETE).read_text(errors="replace") != MARK.format(MANIFEST, hash_file(path)):
+    if hash_file(folder / COMPLETE) != xxhash.xxh3_128_hexdigest(MARK.format(MANIFEST, hash_file(path))):
         raise refusal("not_as_marked", folder=folder, manifest=MANIFEST, complete=COMPLETE)
     if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")
@@ -86,8 +87,8 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
         raise refusal("damaged", path=path, place=".".join(map(str, problem["loc"])), why=problem["msg"]) from None
     for name, facts in manifest.files.items():
         file = folder / name
-        if Path(name).name != name or not file.is_file():
-            raise CheckpointError(f"{folder} is damaged: {name} is missing.", "Use another step.")
+        if Path(name).name != name or not file.is_file() or file.is_symlink():
+            raise CheckpointError(f"{folder} is damaged: {name} is missing, or a link.", "Use another step.")
         if (size := file.stat().st_size) != facts.bytes:
             raise CheckpointError(f"{file} is damaged: {size} bytes, not {facts.bytes}.", "Use another step.")
         if hashes and (found := hash_file(file)) != facts.xxh3:
@@ -99,7 +100,7 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
 
 def hash_file(path: Path) -> str:
     """XXH3 (128 bit) of a file, hexadecimal, read in blocks: it finds damage, not forgery."""
-    with open(path, "rb") as file:
+    with Blame(CheckpointError, f"{path} cannot be read", "Look at its disk."), open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
@@ -117,16 +118,17 @@ class Verification(Frozen):
 def verify(path: str | Path) -> Verification:
     """Read every byte of a run's checkpoints and merged folder, or of one such folder. ConfigError: it is neither."""
     path, found = Path(path), []
-    is_run = (path / run_folder.CHECKPOINTS).is_dir()
-    if not is_run and not any((path / name).exists() for name in (MANIFEST, COMPLETE, MERGE_FACTS)):
-        raise refusal("not_verifiable", path=path)
     inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / run_folder.MERGED]
-    for folder in filter(Path.is_dir, inside) if is_run else [path]:
+    is_one = any(os.path.exists(path / name) for name in (MANIFEST, COMPLETE, MERGE_FACTS))
+    if not (folders := [path] if is_one else [folder for folder in inside if folder.is_dir()]):
+        raise refusal("not_verifiable", path=path)
+    for folder in folders:
         try:
             if (folder / MERGE_FACTS).is_file():
-                for name, wanted in read_json(folder / MERGE_FACTS)["output_xxh3"].items():
-                    if not (folder / name).is_file() or hash_file(folder / name) != wanted:
-                        raise CheckpointError(f"{name} is not what was written.")
+                with Blame(CheckpointError, f"{MERGE_FACTS} is damaged", "Merge again."):
+                    for name, wanted in read_json(folder / MERGE_FACTS)["output_xxh3"].items():
+                        if not (folder / name).is_file() or hash_file(folder / name) != wanted:
+                            raise CheckpointError(f"{name} is not what was written.")
             else:
                 read_manifest(folder, hashes=True)
             found.append((str(folder), ""))

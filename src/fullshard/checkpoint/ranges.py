@@ -1,10 +1,12 @@
 """Saving and loading: each rank writes and reads its own ranges; a folder gets its name only when it is whole."""
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from transformers.modeling_utils import str_to_torch_dtype
 from fullshard.checkpoint.format import Manifest, Piece, StoredTensor, hash_file, read_manifest, write_manifest
-from fullshard.errors import Blame, CheckpointError, refusal
+from fullshard.errors import Blame, CheckpointError, UserError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
 from fullshard.model.load import DTYPE_NAMES, FileTensor, read_header
 from fullshard.ranks import Ranks
@@ -42,7 +44,7 @@ class Saver:
         final = checkpoint_path(self._run, step)
         temporary = final.with_name(f".{final.name}.tmp")
         owned = [one for one in _trained_ranges(sharded, moments) if not one[2].is_copy]
-        needed = sum(self._ranks.gather_objects(sum(value.nbytes for *_, value in owned)))
+        needed = (1 + (PEFT_CONFIG in extra)) * sum(self._ranks.gather_objects(sum(v.nbytes for *_, v in owned)))
 
         def clear() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -103,17 +105,20 @@ class Saver:
             write_manifest(temporary, TypeAdapter(Manifest).validate_python(values))
             sync_path(temporary)
             publish_folder(temporary, final)
-            self._prune()
+            self._prune(final)
 
-    def _prune(self) -> None:
-        """Remove older checkpoints: never the newest, nor (keep_best) that with the lowest held-out loss."""
-        found = [path for _, path in list_checkpoints(self._run)]
-        kept = set(found[-self._keep :])
-        if self._keep_best:
-            losses = {path: read_manifest(path).trainer.get("last_eval") for path in found}
-            kept |= set(sorted((path for path in found if losses[path] is not None), key=losses.__getitem__)[:1])
-        for path in set(found) - kept:
-            shutil.rmtree(path)
+    def _prune(self, saved: Path) -> None:
+        """Remove older checkpoints: never ``saved``, nor (keep_best) the whole one with the lowest held-out loss."""
+        found, losses = [path for _, path in list_checkpoints(self._run)], {}
+        for path in found if self._keep_best else ():
+            with suppress(UserError):
+                losses[path] = read_manifest(path).trainer.get("last_eval")
+        losses = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        gone = saved.with_name(".old")  # under this name a kill leaves no half of a checkpoint
+        for path in set(found) - {saved, *found[-self._keep :], *sorted(losses, key=losses.__getitem__)[:1]}:
+            shutil.rmtree(gone, ignore_errors=True)
+            os.replace(path, gone)
+            gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)
 
 
 def _write_file(path: Path, content: dict[str, torch.Tensor] | str) -> dict[str, Any]:
@@ -185,6 +190,9 @@ class OwnCheckpoint:
 def load_checkpoint(folder: Path, sharded: ShardedModel, moments: Moments) -> Manifest:
     """Copy weights and moments of a checkpoint into this rank's shards, bit for bit. Returns the manifest."""
     checkpoint = OwnCheckpoint(folder)
+    here = {(stored_name(shard.name), shard.full_shape) for shard in sharded.shards() if shard.trainable}
+    if strange := here ^ {(name, stored.shape) for name, stored in checkpoint.weights.items()}:
+        raise refusal("other_model", folder=folder, name=min(strange)[0], count=len({name for name, _ in strange}))
     for name, kind, shard, value in _trained_ranges(sharded, moments):
         value.copy_(checkpoint.read(name, kind, shard.start, shard.stop, value))
     return checkpoint.manifest

@@ -51,7 +51,7 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> Any:
     from transformers import AutoTokenizer
 
     with Blame(ModelError, f"No usable tokenizer in {path}", "The folder needs a whole tokenizer.json."):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         rows, vocabulary = (num_embeddings(Path(path)) or 0, tokenizer.get_vocab()) if add_tokens else (0, {})
         if known := [token for token in add_tokens if vocabulary.get(token, rows) < rows]:
             raise refusal("token_known", token=known[0], id=vocabulary[known[0]])

@@ -52,8 +52,9 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
 def weight_names(folder: Path, single: str = SINGLE, kind: type[UserError] = ModelError) -> list[str]:
     """The weight files that a folder means, there or not: those of its index, else ``single``. Raises ``kind``."""
     if (index := folder / f"{single}.index.json").is_file():
-        with Blame(kind, f"{index} is damaged: it holds no weight_map", AGAIN):
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        with Blame(kind, f"{index} is damaged: it holds no weight_map of files beside it", AGAIN):
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            return [names[names.index(Path(name).name)] for name in names]
     return [single]
 
 
@@ -130,7 +131,8 @@ def read_header(path: Path, kind: type[UserError] = ModelError) -> dict[str, Fil
             if name != "__metadata__":
                 shape, dtype, (low, high) = tuple(facts["shape"]), facts["dtype"], facts["data_offsets"]
                 wanted = math.prod(shape) * str_to_torch_dtype[dtype].itemsize
-                if not 0 <= low <= high <= size - start or high - low != wanted:
+                is_odd = any(type(side) is not int or side < 0 for side in shape)
+                if is_odd or not 0 <= low <= high <= size - start or high - low != wanted:
                     raise ValueError(f"{name} has bytes {low} to {high} of {size - start}, and needs {wanted}")
                 part = Part(path, start + low, (0,) * max(1, len(shape)), shape or (1,), kind=kind)
                 tensors[name] = FileTensor(shape, str_to_torch_dtype[dtype], (part,))
@@ -162,7 +164,7 @@ def read_config(path: str | Path) -> Any:
     """The transformers config of a model folder. ModelError where it is damaged or the family unknown."""
     folder = check_model_folder(path, weights=False)
     with Blame(ModelError, f"{folder}/config.json cannot be used", "Check the folder, or download it again."):
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def attention_for(config: Any, packing: bool = False) -> str:

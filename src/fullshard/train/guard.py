@@ -1,25 +1,23 @@
 """What may end a run before its last step: a request to stop, or a rank that hangs."""
 
 import faulthandler
-import os
 import signal
 import time
 from pathlib import Path
 
-# A rank hangs: so long without a forward (NCCL's flight recorder has written: collectives wait 600 s), and so many
-# times the longest so far; or so long in a save.
-LEAST_SECONDS, SLOWER, SAVING_SECONDS = 660.0, 20, 7200.0
+# A rank hangs: so long without a forward (with NCCL longer than collectives wait, 600 s: its flight recorder has then
+# written), and so many times the longest so far; or so long in a save.
+LEAST_SECONDS, LEAST_WITH_NCCL, SLOWER, SAVING_SECONDS = 300.0, 660.0, 20, 7200.0
 
 
 class Guard:
     """Signals ask a rank to stop after its step. ``beat`` says that it lives: where none comes in time, the stacks of
     its threads are written to ``folder`` and it ends."""
 
-    def __init__(self, folder: Path, rank: int, signals: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path, rank: int, signals: tuple[int, ...], nccl: bool = False) -> None:
         folder.mkdir(exist_ok=True)
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "collectives_rank_"))  # of NCCL only
         self._stacks = open(folder / f"rank_{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
-        self.asked, self._longest, self._last = 0, 0.0, float("inf")
+        self.asked, self._longest, self._last, self._nccl = 0, 0.0, float("inf"), nccl
         for number in signals:
             signal.signal(number, lambda number, frame: setattr(self, "asked", number))
         if signal.SIGTERM not in signals:  # the launcher ends the others of a failed rank: they leave theirs, too
@@ -29,7 +27,8 @@ class Guard:
         """Before a micro-batch, of training or of an evaluation; ``saving``: after the last, before a checkpoint."""
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), float("inf") if saving else now
-        limit = SAVING_SECONDS if saving else max(LEAST_SECONDS, SLOWER * self._longest)
+        least = LEAST_WITH_NCCL if self._nccl else LEAST_SECONDS
+        limit = SAVING_SECONDS if saving else max(least, SLOWER * self._longest)
         faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
 
     def close(self) -> None:

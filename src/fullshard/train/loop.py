@@ -61,7 +61,7 @@ def run_rank(
 ) -> None:  # fmt: skip
     """Train (or resume) ``run`` on this rank; rank 0 writes and prints. ``signals``: save, then raise Stopped."""
     set_fast_fp32(False)
-    guard = Guard(run / ERRORS, ranks.rank, signals)
+    guard = Guard(run / ERRORS, ranks.rank, signals, nccl=ranks.device.type == "cuda")
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
@@ -135,6 +135,7 @@ class Trainer:
         rate = timed_product(self.precision.compute, self.ranks.device.type)
         rate *= torch.get_num_threads() if self.ranks.device.type == "cpu" else 1
         self.flops_per_second = sum(self.ranks.gather_objects(rate))
+        self.built.loss_model.register_forward_pre_hook(lambda *_: self.guard.beat())
         self.log.say(log_text("speed", self.ranks.num_ranks, self.flops_per_second))
 
     def _trial_step(self) -> None:
@@ -153,9 +154,14 @@ class Trainer:
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
         train = self.config.train
-        self.built.loss_model.register_forward_pre_hook(lambda *_: self.guard.beat())
         for number, (epoch, window) in enumerate(self.steps[first_step:], first_step + 1):
-            asked = self._step(number, epoch, window)
+            try:
+                asked = self._step(number, epoch, window)
+            except Exception as error:
+                rows = [row for micro in self._layout(window) for cell in micro[self.ranks.rank] for row in cell]
+                places = ", ".join(f"{row} ({self.data.origin(row)})" for row in rows[:8])
+                error.add_note(f"step {number}, this rank's rows: {places}{' ...' * (len(rows) > 8)}")
+                raise
             last = number == len(self.steps)
             ends_epoch = last or self.steps[number][0] != epoch
             due = number % train.eval_every == 0 if train.eval_every else ends_epoch
@@ -259,8 +265,8 @@ class Trainer:
         if not kept.is_dir():
             self.save(number - 1)
         self.saver.wait()
-        if aside and self.ranks.is_first:
-            shutil.copytree(kept, held, copy_function=os.link, dirs_exist_ok=True)
+        if aside and self.ranks.is_first and not held.exists():
+            shutil.copytree(kept, held, copy_function=os.link)
         self.log.say(f"the state before it is kept in {held if aside else kept}")
 
     def save(self, step: int) -> None:
@@ -272,7 +278,7 @@ class Trainer:
         self.built.loss_model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
-        trainer |= {"position": self._position(step), "precision": self.precision.name}
+        trainer |= {"position": self._position(step), "precision": self.precision.name, "base": self.built.fingerprint}
         trainer |= {"loss_scale": asdict(self.scale), "add_tokens": self.config.model.add_tokens}
         extra: dict[str, Any] = {PROOF: {"tokens": tokens, "logits": logits.contiguous()}}
         if self.config.method == "lora":
@@ -289,6 +295,8 @@ class Trainer:
     def resume(self, step: int) -> int:
         """Load the checkpoint of ``step`` into the shards and the optimizer; returns the step to go on from."""
         manifest = load_checkpoint(checkpoint_path(self.run, step), self.sharded, self.moments)
+        if self.config.method == "lora" and manifest.trainer["base"] != self.built.fingerprint:
+            raise refusal("other_base", step=step, path=self.config.model.path)
         self.scale = LossScale(**manifest.trainer["loss_scale"])
         for state in self.optimizer.state.values():  # AdamW's own counter, for its bias correction
             state["step"].fill_(float(step - self.scale.skipped))

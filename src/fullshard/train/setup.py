@@ -32,6 +32,7 @@ class Built(Frozen):
     num_parameters: int
     num_trainable: int
     report: tuple[str, ...]  # what was verified and held, for the log
+    fingerprint: str  # of the base model's files
 
 
 def build_sharded(
@@ -63,7 +64,7 @@ def build_sharded(
     report += log_text("router", config.train.router_loss, hasattr(causal_lm, "router_aux_loss_coef")).splitlines()
     report += [*recomputed, "torch.compile: off (docs/performance.md says what it costs and brings)"]
     num_trainable = sum(size for size, trained in sizes if trained)
-    return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report))
+    return Built(sharded, loss_model, sum(size for size, _ in sizes), num_trainable, tuple(report), fingerprint)
 
 
 def _storage_table(sharded: ShardedModel, weights: WeightMap, precision: Precision) -> list[str]:

@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import COMPLETE, MANIFEST, Manifest, Piece, StoredTensor, hash_file, write_manifest
+from fullshard.checkpoint.format import (
+    COMPLETE,
+    MANIFEST,
+    Manifest,
+    Piece,
+    StoredTensor,
+    hash_file,
+    write_manifest,
+)
 from fullshard.checkpoint.ranges import PROOF
 from fullshard.run_folder import CONFIG, DATA, checkpoint_path, write_json
 
@@ -53,7 +61,8 @@ def write_run(
     trainer = {"adapter": adapter} if adapter else {}
     if precision:
         trainer["precision"] = precision
-    write_manifest(folder, Manifest(step, method, str(base), tuple(stored), {}, trainer))
+    files = {path.name: FileFacts(0, "") for path in folder.glob("*.safetensors")}
+    write_manifest(folder, Manifest(step, method, str(base), tuple(stored), files, trainer))
     rehash(folder)
     config = {"model": {"path": str(base)}, "data": {"train": "x.jsonl", "columns": None, "system": "red"}}
     write_json(run / CONFIG, config)

@@ -25,12 +25,12 @@ class SavedPart(Part):
 
     size: int = 0
 
-    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+    def rows(self, first: int, last: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [first, last) of the part."""
         found = _in_file(self.file, self.position, self.size)
         if (found.dtype, tuple(found.shape) or (1,)) != (dtype, self.shape):
             raise MergeError(f"{self.file} holds other tensors than {DCP} says.", AGAIN)
-        return _part(self.file, found, self.offsets, self.position).rows(first, last, dtype)
+        return _part(self.file, found, self.offsets, self.position).rows(first, last, dtype, out)
 
 
 def read_dcp(folder: Path) -> dict[str, FileTensor]:

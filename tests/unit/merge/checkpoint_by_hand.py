@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import (
+from fullshard.checkpoint.format import FileFacts, (
     COMPLETE,
     MANIFEST,
     Manifest,

@@ -214,8 +214,7 @@ class ChunkRenderer:
     """Makes chunks into parts. ``num_embeddings``: rows of the model's embedding, None where not known."""
 
     def __init__(self, tokenizer: Any, data: DataSection, num_embeddings: int | None) -> None:
-        renderer = Renderer(tokenizer, data.loss_on, data.template_arguments)
-        self._renderer = BatchRenderer(renderer, data.on_bad)
+        self._renderer = BatchRenderer(Renderer(tokenizer, data.loss_on, data.template_arguments), data.on_bad)
         self._data, self._num_embeddings = data, num_embeddings
 
     def __call__(self, chunk: Chunk | UserError) -> dict[str, Part] | UserError:

@@ -35,8 +35,7 @@ def start_chat(
             generate.prompt_tokens(answerer, "", system)  # refuses a system message
         settings = generate.generation_settings(answerer, max_new_tokens, temperature, 1.0)
         talks.append((answerer.model.name_or_path if compare else "", answerer, settings, []))
-    plain = "" if answerer.has_template else "no chat template: every line is completed by itself; "
-    console.print(f"{plain}{HELP}")
+    console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
     num_answers = 0
     with torch.random.fork_rng([]):
         torch.manual_seed(0)

@@ -82,7 +82,7 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: Variabl
             stored = load_peft_weights(str(adapter), device="cpu")
             if strange := stored.keys() ^ get_peft_model_state_dict(loaded).keys():  # PEFT only warns
                 raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")
-    if device.type == "cpu":
+    if device.type == "cpu" and torch.backends.quantized.engine in ("x86", "fbgemm"):
         pack_linears(loaded)
     tokenizer = load_tokenizer(adapter if adapter and any(adapter.glob("tokenizer*")) else folder)
     loaded.generation_config = GenerationConfig()  # generate() fills unset values from it: a clean one stays greedy

@@ -1,6 +1,6 @@
 """Linear layers for answers on a CPU: fp32 products with weights that lie in fp16, where that loses nothing. Each token
-reads every weight, so their bytes set the pace; FBGEMM (torch's own, on x86) reads them at the memory's rate and adds in
-fp32, and a row's result does not depend on the rows beside it. Figures: docs/performance.md."""
+reads every weight, so their bytes set the pace; FBGEMM (torch's, on x86) reads them at the memory's rate, adds in fp32,
+and a row's result does not depend on the rows beside it. Figures: docs/performance.md."""
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def pack_linears(model: nn.Module) -> None:
-    """Replace an fp32 model's linear layers, where torch has FBGEMM and fp16 holds the weights: those once stored in
-    bf16 or fp16. Only what lies under fp16's normal range moves, by at most 2**-25, less than an fp32 sum's rounding."""
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    for name in linears if torch.backends.quantized.engine in ("x86", "fbgemm") else ():
+    """Replace an fp32 model's linear layers whose weights fp16 holds: those once stored in bf16 or fp16. Only what lies
+    under fp16's normal range moves, by at most 2**-25: less than the rounding of an fp32 sum."""
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
         weight = (linear := model.get_submodule(name)).weight
         if (weight.half().float() - weight).abs().max() <= 2**-25:
             model.set_submodule(name, PackedLinear(linear))

@@ -139,8 +139,7 @@ def _norm_width(block: nn.Module, attention_width: int, key_value_width: int) ->
     for name, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and weight is not None and weight.dim() == 1:
-            last = name.split(".")[-1]
-            total += {"q_norm": attention_width, "k_norm": key_value_width}.get(last, weight.numel())
+            total += {"q_norm": attention_width, "k_norm": key_value_width}.get(name.split(".")[-1], weight.numel())
     return total
 
 

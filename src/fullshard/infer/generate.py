@@ -165,18 +165,20 @@ def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) 
 
 def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str) -> None:
     """Raise ConfigError where a prompt is empty or, with its answer, exceeds the model's positions."""
-    room, whole = answerer.max_positions - num_prompt_tokens, num_prompt_tokens + max_new_tokens
-    if num_prompt_tokens == 0 or max_new_tokens > room:
-        wrong = "empty_prompt" if num_prompt_tokens == 0 else "too_long_answer" if room > 0 else "too_long_prompt"
-        facts = {"tokens": num_prompt_tokens, "new": max_new_tokens, "whole": whole, "room": room}
-        raise refusal(wrong, name=name, limit=answerer.max_positions, **facts)
+    if num_prompt_tokens == 0:
+        raise refusal("empty_prompt", name=name)
+    if max_new_tokens > (room := answerer.max_positions - num_prompt_tokens):
+        whole, limit = num_prompt_tokens + max_new_tokens, answerer.max_positions
+        less = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
+        raise refusal("too_long_prompt", name=name, new=max_new_tokens, whole=whole, limit=limit, less=less)
 
 
 def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
     """What steers ``generate``, and nothing else does. ConfigError for settings that do not fit."""
-    fits = max_new_tokens >= 1 and 0 <= temperature <= 100 and 0 < top_p <= 1
-    if not fits or (top_p != 1 and temperature == 0):
-        raise refusal("no_way_to_choose" if fits else "unfit_settings", new=max_new_tokens, t=temperature, p=top_p)
+    if max_new_tokens < 1 or not 0 <= temperature <= 100 or not 0 < top_p <= 1:
+        raise refusal("unfit_settings", new=max_new_tokens, temperature=temperature, top_p=top_p)
+    if top_p != 1 and temperature == 0:
+        raise refusal("idle_top_p", top_p=top_p)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
     return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)

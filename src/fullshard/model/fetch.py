@@ -22,8 +22,7 @@ from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, u
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
-WAYS = FACTS["other_ways"]
-BUILT_IN = FACTS["built_in"]
+WAYS, BUILT_IN = FACTS["other_ways"], FACTS["built_in"]
 Progress = Callable[[str], None]  # called with what is being done
 
 
@@ -131,14 +130,21 @@ def find_packaged_gguf() -> Path:
 
 def convert_gguf(source: Path, folder: Path, progress: Progress = lambda text: None) -> None:
     """Write the llama model in ``source`` as a folder (bf16), published once it answers a question, or ModelError."""
-    from fullshard.infer.generate import generate_text  # which imports this module
-
     with unfinished_folder(folder, ModelError, f"Make {folder.parent} writable.") as made:
         _write_folder(source, made, progress)
         progress("asking it for the capital of France")
-        if BUILT_IN["word_in_answer"] not in (answer := generate_text(made, [BUILT_IN["question"]], 24)[0].strip()):
+        if BUILT_IN["word_in_answer"] not in (answer := ask(made, BUILT_IN["question"])):
             raise refusal("wrong_answer", answer=answer, question=BUILT_IN["question"], install=BUILT_IN["install"])
     progress(f"checked: {answer}")
+
+
+def ask(folder: Path, question: str) -> str:
+    """The greedy answer (text without special tokens) of the model in ``folder`` to one user message, in fp32."""
+    from transformers import pipeline  # heavy, and needed once
+
+    answers = pipeline("text-generation", model=str(folder), dtype=torch.float32, device="cpu")
+    made = answers([{"role": "user", "content": question}], max_new_tokens=24, do_sample=False)
+    return made[0]["generated_text"][-1]["content"].strip()
 
 
 def _write_folder(source: Path, folder: Path, progress: Progress) -> None:

@@ -33,7 +33,7 @@ def test_not_a_gguf_leaves_nothing(tmp_path):
 
 def test_wrong_answer_is_not_published(monkeypatch, tmp_path):
     monkeypatch.setattr(gguf, "_write_folder", lambda source, folder, progress: (folder / "config.json").touch())
-    monkeypatch.setattr("fullshard.infer.generate.generate_text", lambda *_: ["The capital of France is Rome."])
+    monkeypatch.setattr(gguf, "ask", lambda folder, question: "The capital of France is Rome.")
     with pytest.raises(ModelError, match="Rome"):
         gguf.convert_gguf(tmp_path / "any.gguf", tmp_path / "cache" / "model")
     assert list((tmp_path / "cache").iterdir()) == []

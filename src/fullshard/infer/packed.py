@@ -11,7 +11,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
+        self._packed, self.bias = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias), linear.bias
 
     weight = property(lambda self: torch.ops.quantized.linear_unpack_fp16(self._packed)[0])  # a copy in fp32
 

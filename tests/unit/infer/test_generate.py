@@ -86,7 +86,9 @@ def test_nothing_in_the_models_generation_config_but_stop_ids_steers(tmp_path):
 
 def test_too_long_a_prompt_is_refused_with_numbers(llama):
     long = ids_of("red " * 60)
-    with pytest.raises(ConfigError, match=r"Prompt 2 with 8 new tokens has 68 tokens, .* 64 positions") as error:
+    with pytest.raises(
+        ConfigError, match=r"Prompt 2 has 60 tokens; with 8 new tokens that is 68, .* 64 positions"
+    ) as error:
         generate_ids(llama, [PROMPTS[0], long], 8)
     assert "at most 4 new tokens" in error.value.hint
     assert len(generate_ids(llama, [long], 4)[0]) <= 4

@@ -170,7 +170,7 @@ def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int
     if max_new_tokens > (room := answerer.max_positions - num_prompt_tokens):
         tokens, whole, limit = num_prompt_tokens, num_prompt_tokens + max_new_tokens, answerer.max_positions
         less = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
-        raise refusal("too_long_prompt", name=name, tokens=tokens, new=max_new_tokens, whole=whole, limit=limit, less=less)
+        raise refusal("no_positions", name=name, tokens=tokens, new=max_new_tokens, whole=whole, limit=limit, less=less)
 
 
 def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:

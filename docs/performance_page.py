@@ -1,4 +1,4 @@
-"""Puts the newest results of benchmarks/speed.py and benchmarks/trl.py into performance.md and performance.zh-CN.md.
+"""Puts the newest results of speed.py, trl.py and generate.py of benchmarks/ into performance.md and its translation.
 
 python docs/performance_page.py
 """
@@ -21,6 +21,14 @@ WORDS = {
         "times": "{times:.1f} times TRL (its best setting of those tried: {setting}), {raw:.1f} times the plain loop;"
         " {peak:.0%} of TRL's peak memory.",
         "loop": "plain fully_shard loop",
+        "answers": "| answers, {tokens} new tokens each | tokens/s | share of the memory's limit |",
+        "ours": "fullshard, one prompt",
+        "best": "transformers, its best setting of {count}: {setting}",
+        "same": "transformers, its best in fp32: {setting}",
+        "single": "fullshard, 8 prompts one by one",
+        "together": "fullshard, 8 prompts together",
+        "limit": "One prompt: {over:.2f} times the best setting. 8 together: {together:.1f} times one by one, the same tokens."
+        " The memory reads {reach:.0f} GB/s; the limit is that over the bytes of the weights, which every token reads.",
     },
     "performance.zh-CN.md": {
         "from": "来自 `benchmarks/results/{name}`（{cpu}，{cores} 核，之前的负载 {load:.1f}，{date}）。",
@@ -30,6 +38,14 @@ WORDS = {
         "peer": "| {precision}，相同的行 | token/秒 | 每 rank 峰值内存 | 与我们的损失的最大差 |",
         "times": "是 TRL（试过的设置中最快的：{setting}）的 {times:.1f} 倍，手写循环的 {raw:.1f} 倍；内存峰值为 TRL 的 {peak:.0%}。",
         "loop": "手写的 fully_shard 循环",
+        "answers": "| 回答，每个 {tokens} 个新 token | token/秒 | 内存上限占比 |",
+        "ours": "fullshard，一个提示",
+        "best": "transformers，试过的 {count} 种设置中最快的：{setting}",
+        "same": "transformers，fp32 中最快的：{setting}",
+        "single": "fullshard，8 个提示逐个",
+        "together": "fullshard，8 个提示一起",
+        "limit": "一个提示：是最快设置的 {over:.2f} 倍。8 个一起：是逐个的 {together:.1f} 倍，token 相同。"
+        "内存每秒读 {reach:.0f} GB；上限 = 它 / 权重的字节数（每个 token 都要读一遍权重）。",
     },
 }
 
@@ -89,11 +105,24 @@ def trl_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
     return lines
 
 
+def answer_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
+    """One prompt beside transformers, and eight together beside one by one."""
+    lines = [head(words, name, found), "", words["answers"].format(tokens=found["new_tokens"]), "|---|---|---|"]
+    shares = {"ours": found["share_of_limit"]["ours"], "best": found["share_of_limit"]["best"]}
+    rates = dict(zip(("ours", "best", "same", "together", "single"), found["tokens_per_second"].items(), strict=True))
+    for key in ("ours", "best", "same", "single", "together"):
+        told, rate = rates[key]
+        label = words[key].format(count=len(found["settings_tried"]), setting=told.partition(": ")[2])
+        lines.append(f"| {label} | {rate['median']:.1f} | {format(shares[key], '.0%') if key in shares else ''} |")
+    facts = {"over": found["over_best"], "together": found["together_over_single"]}
+    return [*lines, "", words["limit"].format(reach=found["bytes_per_second"] / 1e9, **facts)]
+
+
 def main() -> None:
     """Write both pages."""
     for page, words in WORDS.items():
         parts = []
-        for topic, make in (("speed", speed_lines), ("trl", trl_lines)):
+        for topic, make in (("speed", speed_lines), ("trl", trl_lines), ("generate", answer_lines)):
             parts += ["\n".join(make(words, *result)) for result in newest(topic)]
         if not parts:
             print("no results yet: python benchmarks/speed.py; python benchmarks/trl.py")

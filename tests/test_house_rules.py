@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[int, str]] = {
     "checkpoint": (2, ""),
     "planning": (2, ""),
     "infer.generate": (2, ""),
+    "infer.packed": (1, ""),
     "train": (3, "train"),
     "merge": (3, "merge"),
     "evaluate": (3, "evaluate"),

@@ -43,13 +43,6 @@ class _Verbs(typer.core.TyperGroup):
 app = typer.Typer(cls=_Verbs, **TABLE["app"])
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("write a JSON object")
-    return value
-
-
 def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
     if wanted:
         schema = resolve_name("fullshard.config:RunConfig.model_json_schema")
@@ -60,7 +53,7 @@ def _say_at_once(option: typer.CallbackParam, wanted: bool) -> None:
 TYPES = {"word": str, "text": str | None, "words": list[str] | None, "number": int | None, "share": float}
 TYPES |= {"switch": bool, "object": dict[str, Any] | None, "language": Literal["en", "zh"], "amount": float | None}
 CALLS = {"schema": {"callback": _say_at_once}, "version": {"callback": _say_at_once}}
-CALLS |= {"template_arguments": {"parser": _json_object}}
+CALLS["template_arguments"] = {"parser": lambda text: resolve_name("pydantic:TypeAdapter")(dict).validate_json(text)}
 
 
 def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Callable[..., None]:

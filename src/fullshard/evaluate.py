@@ -191,8 +191,7 @@ def _measure(
 
 def extract_number(text: str) -> Fraction | None:
     """The last number behind ``####`` in its line (GSM8K), else of the whole text: 1,234.50 and 1/2 too. None: none."""
-    marked = text.partition("####")[2].strip().partition("\n")[0]
-    found = NUMBER.findall(marked) or NUMBER.findall(text)
+    found = NUMBER.findall(text.partition("####")[2].strip().partition("\n")[0]) or NUMBER.findall(text)
     return Fraction(found[-1].replace(",", "")) if found else None
 
 
@@ -228,7 +227,7 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
 
 def _measure_loss(answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Any) -> dict[str, Any]:
     """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
-    limit, model, device = answerer.max_positions or math.inf, LossModel(answerer.model), answerer.model.device
+    limit, model, device = answerer.max_positions, LossModel(answerer.model), answerer.model.device
     renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
     losses, left_out = [], []
     for place, row in enumerate(rows):
@@ -264,7 +263,7 @@ def _answers(
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
     most = most or max(map(len, taught)) + SPARE_TOKENS
-    limit, fitting, left_out = answerer.max_positions or math.inf, [], []
+    limit, fitting, left_out = answerer.max_positions, [], []
     for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < most:

@@ -308,8 +308,7 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     ranks = start_ranks()
     config, text = ranks.agree(partial(_read_recipe, recipe, overrides))[ranks.rank]
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
-    run = Path(config.output)
-    parent = psutil.Process().parent() or psutil.Process()
+    run, parent = Path(config.output), psutil.Process().parent() or psutil.Process()
     launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
 
     def prepare() -> None:

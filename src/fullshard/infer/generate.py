@@ -2,6 +2,7 @@
 Prompts are padded on the left, pads masked by place: pad may equal stop. Shapes: B prompts, S tokens of the longest."""
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -18,6 +19,7 @@ from fullshard.data.chat import Message, Renderer, Tools, Variables, choose_pad_
 from fullshard.device import num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
 from fullshard.frozen import Frozen
+from fullshard.infer.packed import pack_linears
 from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import attention_for, read_config, stop_ids, union_of_ids
@@ -34,7 +36,7 @@ class Answerer(Frozen):
     model: Any
     tokenizer: Any
     stop_ids: tuple[int, ...]  # ids that end an answer
-    max_positions: int | None  # most tokens of prompt and answer together; None where the model has no limit
+    max_positions: float  # most tokens of prompt and answer together; infinite where the model has no limit
     pad_id: int  # one that the model's table has; which one does not matter, since pads are masked by place
     renderer: Renderer  # makes the ids of prompts, as training does
 
@@ -80,12 +82,14 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: Variabl
             stored = load_peft_weights(str(adapter), device="cpu")
             if strange := stored.keys() ^ get_peft_model_state_dict(loaded).keys():  # PEFT only warns
                 raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")
+    if device.type == "cpu" and torch.backends.quantized.engine in ("x86", "fbgemm"):
+        pack_linears(loaded)
     tokenizer = load_tokenizer(adapter if adapter and any(adapter.glob("tokenizer*")) else folder)
     loaded.generation_config = GenerationConfig()  # generate() fills unset values from it: a clean one stays greedy
-    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or math.inf
     ids = tuple(stop_ids(folder) or union_of_ids(tokenizer.eos_token_id))
-    pad_id, renderer = choose_pad_id(tokenizer), Renderer(tokenizer, "all", arguments_for(folder, template_arguments))
-    pad_id = pad_id if pad_id < loaded.get_input_embeddings().weight.shape[0] else 0
+    pad_id = min(choose_pad_id(tokenizer), loaded.get_input_embeddings().weight.shape[0] - 1)
+    renderer = Renderer(tokenizer, "all", arguments_for(folder, template_arguments))
     return Answerer(loaded.eval() if spread else loaded.eval().to(device), tokenizer, ids, limit, pad_id, renderer)
 
 
@@ -162,25 +166,19 @@ def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) 
 def check_length(answerer: Answerer, num_prompt_tokens: int, max_new_tokens: int, name: str) -> None:
     """Raise ConfigError where a prompt is empty or, with its answer, exceeds the model's positions."""
     if num_prompt_tokens == 0:
-        raise ConfigError(f"{name} is empty: it has no token.", "Write at least one word.")
-    limit, whole = answerer.max_positions, num_prompt_tokens + max_new_tokens
-    if limit is not None and whole > limit:
-        room = limit - num_prompt_tokens
-        hint = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
-        length = f"{num_prompt_tokens} tokens; with {max_new_tokens} new tokens that is {whole}"
-        raise ConfigError(f"{name} has {length}, but the model has {limit} positions.", hint)
+        raise refusal("empty_prompt", name=name)
+    if max_new_tokens > (room := answerer.max_positions - num_prompt_tokens):
+        tokens, whole, limit = num_prompt_tokens, num_prompt_tokens + max_new_tokens, answerer.max_positions
+        less = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
+        raise refusal("no_positions", name=name, tokens=tokens, new=max_new_tokens, whole=whole, limit=limit, less=less)
 
 
 def generation_settings(answerer: Answerer, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
     """What steers ``generate``, and nothing else does. ConfigError for settings that do not fit."""
-    problems = [
-        (max_new_tokens < 1, f"max_new_tokens must be at least 1; it is {max_new_tokens}."),
-        (not 0 <= temperature <= 100, f"temperature must be 0 (greedy) or above; it is {temperature}."),
-        (not 0 < top_p <= 1, f"top_p must be above 0 and at most 1; it is {top_p}."),
-        (top_p != 1 and temperature == 0, f"top_p {top_p} has no effect at temperature 0."),
-    ]
-    if found := next((message for is_wrong, message in problems if is_wrong), None):
-        raise ConfigError(found, "Greedy: temperature 0 and top_p 1. Sampling: for example temperature 0.7.")
+    if max_new_tokens < 1 or not 0 <= temperature <= 100 or not 0 < top_p <= 1:
+        raise refusal("unfit_settings", new=max_new_tokens, temperature=temperature, top_p=top_p)
+    if top_p != 1 and temperature == 0:
+        raise refusal("idle_top_p", top_p=top_p)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     ids = {"eos_token_id": list(answerer.stop_ids) or None, "pad_token_id": answerer.pad_id}
     return GenerationConfig(max_new_tokens=max_new_tokens, **ids, **sampling)

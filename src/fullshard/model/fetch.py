@@ -22,8 +22,7 @@ from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, u
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
-WAYS = FACTS["other_ways"]
-BUILT_IN = FACTS["built_in"]
+WAYS, BUILT_IN = FACTS["other_ways"], FACTS["built_in"]
 Progress = Callable[[str], None]  # called with what is being done
 
 

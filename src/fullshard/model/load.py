@@ -24,8 +24,7 @@ from fullshard.run_folder import publish_folder, read_json, sync_path
 
 AGAIN = "Copy or download this file again."
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # safetensors' names: F32, BF16, ...
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 GENERATION_CONFIG = "generation_config.json"

@@ -102,8 +102,7 @@ def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, a
 
 def largest_unit(shape: ModelShape) -> int:
     """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
-    outer = shape.embedding + shape.head if shape.tied else max(shape.embedding, shape.head)
-    return max(shape.block, outer)
+    return max(shape.block, (shape.embedding + shape.head) if shape.tied else max(shape.embedding, shape.head))
 
 
 def gathered_parameters(shape: ModelShape) -> int:

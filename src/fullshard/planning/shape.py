@@ -60,8 +60,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     """Shape of a built model, on any device."""
     from fullshard.model.blocks import find_blocks, is_tied
 
-    settings = model.config.get_text_config()
-    blocks = list(find_blocks(model)[1])
+    settings, blocks = model.config.get_text_config(), list(find_blocks(model)[1])
     block_sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     parameters = dict(model.named_parameters())  # tied weights appear once
     total, table = sum(weight.numel() for weight in parameters.values()), model.get_input_embeddings().weight
@@ -139,8 +138,7 @@ def _norm_width(block: nn.Module, attention_width: int, key_value_width: int) ->
     for name, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and weight is not None and weight.dim() == 1:
-            last = name.split(".")[-1]
-            total += {"q_norm": attention_width, "k_norm": key_value_width}.get(last, weight.numel())
+            total += {"q_norm": attention_width, "k_norm": key_value_width}.get(name.split(".")[-1], weight.numel())
     return total
 
 

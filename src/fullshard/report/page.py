@@ -48,8 +48,7 @@ def page_words(name: str, lang: str) -> dict[str, Any]:
 
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
     """Write NAME.html of this folder with the words of NAME.yaml in ``lang`` and ``facts``; returns the path."""
-    template = ENVIRONMENT.get_template(f"{name}.html")
-    text = template.render(words=page_words(name, lang), lang=lang, **facts).strip()
+    text = ENVIRONMENT.get_template(f"{name}.html").render(words=page_words(name, lang), lang=lang, **facts).strip()
     (path := Path(path)).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     return path
 

@@ -54,8 +54,7 @@ class TorchShardedModel:
         self.after_step()
         found = []
         for name, parameter in self._named_parameters():
-            shape = self._full_shapes[name]
-            value = local_part(parameter)
+            shape, value = self._full_shapes[name], local_part(parameter)
             gradient = local_part(parameter.grad) if parameter.grad is not None else None
             whole = name in self._replicated
             rows = 0 if whole else min(self._rank * -(-shape[0] // self._num_ranks), shape[0])  # before this rank's

@@ -140,8 +140,7 @@ class Trainer:
 
     def _trial_step(self) -> None:
         """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
-        window = np.argsort(-self.data.lengths, kind="stable")[: max(1, len(self.steps[0][1]))]
-        layout = self._layout(window)
+        layout = self._layout(np.argsort(-self.data.lengths, kind="stable")[: max(1, len(self.steps[0][1]))])
         batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
         for last in (False, True)[len(layout) < 2 :]:  # accumulation keeps whole gradients: part of the worst
             with self.sharded.microbatch(last):

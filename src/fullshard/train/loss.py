@@ -156,8 +156,7 @@ def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> Ten
     packed, documents = any(len(lengths) > 1 for lengths in batch.lengths), None
     tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
     if packed and loss_model.attends_by_document:  # one sequence without any pad
-        real = batch.attention_mask.bool()
-        tensors = [tensor[real][None] for tensor in tensors]
+        tensors = [tensor[batch.attention_mask.bool()][None] for tensor in tensors]
         documents = Documents([[length for row in batch.lengths for length in row]])
     input_ids, labels, position_ids, mask = (tensor.to(device) for tensor in tensors)
     return loss_model(input_ids, labels, position_ids if packed else None, real_BS=mask, documents=documents)

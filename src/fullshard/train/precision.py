@@ -105,5 +105,4 @@ def round_stochastically(values: torch.Tensor, start: int, key: str) -> torch.Te
 def unmoved_line(counts: Counter[tuple[str, str]], rate: float) -> str:
     """The log's line of ``take_step``'s counts: which groups' elements rounding to nearest would mostly leave."""
     share = {group: counts[group, "left"] / asked for (group, kind), asked in counts.items() if kind == "asked"}
-    stuck = [f"{group} {left:.0%}" for group, left in share.items() if left > 0.5]
-    return log_text("unmoved", len(share), stuck, rate)
+    return log_text("unmoved", len(share), [f"{group} {left:.0%}" for group, left in share.items() if left > 0.5], rate)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import END, EOS, WORDS, ids_of, make_model, make_tokenizer
+from transformers import AutoModelForCausalLM
 
 from fullshard.errors import ConfigError, ModelError
 from fullshard.infer.generate import Answerer, generate_ids, generate_text, load_for_inference, prompt_tokens
+from fullshard.infer.packed import PackedLinear, pack_linears
 
 PROMPTS = [ids_of(" ".join(WORDS[start : start + size])) for start, size in ((3, 9), (0, 3), (20, 5), (40, 9), (7, 1))]
 
+needs_fbgemm = pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="FBGEMM is of x86")
 
-def make_folder(folder: Path, family: str = "llama", **tokenizer) -> Path:
-    """A model whose greedy answers differ from prompt to prompt: large random weights."""
+
+def make_folder(folder: Path, family: str = "llama", stored: torch.dtype | None = None, **tokenizer) -> Path:
+    """A model whose greedy answers differ from prompt to prompt: large random weights; in fp32, or as ``stored``."""
     make_tokenizer(make_model(folder, family, initializer_range=0.4), **tokenizer)
+    if stored:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "right"}))
     return folder
@@ -42,11 +50,13 @@ def llama(tmp_path_factory) -> Answerer:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2"])
-@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
-def test_batch_equals_single_equals_oracle(tmp_path, family, pad):
-    answerer = load_for_inference(make_folder(tmp_path / "model", family, pad_token=pad))
+@pytest.mark.parametrize(("pad", "stored"), [("<pad>", None), ("<eos>", None), ("<pad>", torch.bfloat16)])
+def test_batch_equals_single_equals_oracle(tmp_path, family, pad, stored):
+    folder = make_folder(tmp_path / "model", family, stored, pad_token=pad)
+    answerer = load_for_inference(folder)
     assert answerer.tokenizer.padding_side == "right"
-    oracle = [greedy_by_hand(answerer, ids, 8) for ids in PROMPTS]
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    oracle = [greedy_by_hand(replace(answerer, model=plain), ids, 8) for ids in PROMPTS]
     assert len({tuple(answer) for answer in oracle}) > 2, "the model must not say the same to everyone"
     for batch_size in (1, 2, 16):
         assert generate_ids(answerer, PROMPTS, 8, batch_size=batch_size) == oracle
@@ -164,9 +174,7 @@ def test_one_prompt_is_streamed(llama):
 
 
 def test_an_adapter_answers_without_merging(tmp_path):
-    from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
 
     base = make_folder(tmp_path / "base")
     model = get_peft_model(
@@ -184,3 +192,66 @@ def test_an_adapter_answers_without_merging(tmp_path):
     save_file({name.replace("layers.1.", "layers.9."): value for name, value in weights.items()}, file)
     with pytest.raises(ModelError, match="does not fit"):
         load_for_inference(tmp_path / "adapter")
+
+
+def packed_in(model: torch.nn.Module) -> int:
+    return sum(isinstance(module, PackedLinear) for module in model.modules())
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_multiplies_in_fp32_each_row_by_itself(bias):
+    generator = torch.Generator().manual_seed(5)
+    layer = torch.nn.Linear(67, 45, bias=bias)
+    weight = torch.randn(45, 67, generator=generator).bfloat16().float()
+    tiny = torch.tensor([2.0**-14, 1.5 * 2.0**-17, 2.0**-24, 2.0**-26, -3e-8, 1e-30])  # normal, and below fp16's
+    weight[0, :6] = tiny.bfloat16().float()
+    layer.weight.data = weight
+    packed = PackedLinear(layer)
+    assert (packed.weight - weight).abs().max() <= 2.0**-25
+    assert torch.equal(packed.weight[1:], weight[1:])
+    inputs = torch.randn(3, 11, 67, generator=generator)
+    with torch.inference_mode():
+        found = packed(inputs)
+        expected = inputs.double() @ weight.double().T + (layer.bias.double() if bias else 0)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
+        for rows in (1, 2, 3):
+            assert torch.equal(packed(inputs[:rows, -1:]), found[:rows, -1:])
+
+
+@needs_fbgemm
+def test_layers_are_packed_where_fp16_holds_their_weights():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(5)))
+    held = torch.arange(16.0).reshape(4, 4) / 8
+    for layer, value in zip(model, (0.0, 70000.0, float("nan"), 1 + 2.0**-12, 65504.0), strict=True):
+        layer.weight.data = held.clone()
+        layer.weight.data[0, 0] = value
+    pack_linears(model)
+    assert [isinstance(layer, PackedLinear) for layer in model] == [True, False, False, False, True]
+
+
+@needs_fbgemm
+def test_a_model_stored_in_bf16_is_packed_and_one_in_fp32_is_not(tmp_path, llama):
+    assert packed_in(llama.model) == 0
+    folder = make_folder(tmp_path / "model", stored=torch.bfloat16)
+    answerer, plain = load_for_inference(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert packed_in(answerer.model) == 2 * 7 + 1
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(answerer.model(tokens).logits, plain.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_answers_on_a_packed_base(tmp_path, dora):
+    base = make_folder(tmp_path / "base", stored=torch.bfloat16)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, use_dora=dora),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    answerer = load_for_inference(tmp_path / "adapter")
+    assert packed_in(answerer.model) == 2 * 7 + 1
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(answerer.model(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.format import FileFacts, (
+from fullshard.checkpoint.format import (
+    FileFacts,
     COMPLETE,
     MANIFEST,
     Manifest,

@@ -55,5 +55,4 @@ def lay_out_group(shapes: list[tuple[str, tuple[int, ...]]], num_ranks: int) -> 
     for name, shape in shapes:
         slots.append(Slot(name, shape, offset))
         offset += slots[-1].size
-    blocks = -(-offset // (num_ranks * ALIGNMENT))
-    return Layout(tuple(slots), num_ranks, max(1, blocks) * ALIGNMENT)
+    return Layout(tuple(slots), num_ranks, max(1, -(-offset // (num_ranks * ALIGNMENT))) * ALIGNMENT)

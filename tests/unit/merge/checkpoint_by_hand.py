@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from fullshard.checkpoint.format import (
-    FileFacts,
     COMPLETE,
     MANIFEST,
+    FileFacts,
     Manifest,
     Piece,
     StoredTensor,

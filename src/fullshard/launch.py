@@ -27,8 +27,8 @@ import yaml
 from fullshard import doctor, run_folder
 from fullshard.checkpoint.format import newest_good, read_manifest
 from fullshard.config import RunConfig, config_from_dict, load_config
-from fullshard.errors import ERROR_TYPES, Blame, CheckpointError, ConfigError, DataError, TrainError, UserError, refusal
-from fullshard.run_folder import list_checkpoints, read_json, require_run, write_json
+from fullshard.errors import ERROR_TYPES, Blame, ConfigError, DataError, TrainError, UserError, refusal
+from fullshard.run_folder import claim_run, list_checkpoints, read_json, require_run, write_json
 
 Recipe = RunConfig | str | Path
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
@@ -87,17 +87,20 @@ def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: in
     shutil.rmtree(run)
 
 
-def resume_run(run: str | Path, ranks: int | None = None, step: int | None = None, quiet: bool = False) -> Any:
-    """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult."""
+def resume_run(
+    run: str | Path, ranks: int | None = None, step: int | None = None, steps: int | None = None, quiet: bool = False
+) -> Any:
+    """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult.
+    ``steps``: train so many in all, instead of what the recipe means; the learning rate follows."""
     run = Path(run)
     if _started_by_launcher(ranks):
         from fullshard.ranks import start_ranks
 
         here = start_ranks()
-        number = here.agree(partial(_step_to_resume, run, step) if here.is_first else None)[0]
+        number = here.agree(partial(_step_to_resume, run, step, steps) if here.is_first else None)[0]
         _require_shared(run, here)
         return _run_as_rank(run, number, MODES[quiet], here)
-    return _launch(run, ranks, _step_to_resume(run, step), MODES[quiet])
+    return _launch(run, ranks, _step_to_resume(run, step, steps), MODES[quiet])
 
 
 def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> doctor.MachineReport:
@@ -128,12 +131,18 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
     return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
 
 
-def _step_to_resume(run: Path, step: int | None) -> int:
+def _step_to_resume(run: Path, step: int | None, steps: int | None) -> int:
     number, folder, problems = newest_good(require_run(run), step)
     for problem in problems:
         print(f"left out: {problem}", flush=True)
-    if number >= read_manifest(folder).trainer["num_steps"]:
-        raise CheckpointError(f"{run} is finished: step {number} is its last.", f"fullshard merge {run}")
+    if number >= (steps or read_manifest(folder).trainer["num_steps"]):
+        raise refusal("finished", run=run, step=number)
+    if steps:
+        with claim_run(run):
+            values = read_json(run / run_folder.CONFIG)
+            values["train"] |= {"max_steps": steps, "epochs": 10_000}
+            write_json(run / run_folder.CONFIG, values)
+            write_json(run / run_folder.PLAN, read_json(run / run_folder.PLAN) | {"steps_may_change": True})
     return number
 
 
@@ -167,7 +176,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
     left = {path.name for path in run.iterdir()} if run.is_dir() else {"a file"} if run.exists() else set()
     if LAUNCH in left and run_folder.PLAN not in left:  # a start that was killed, unless it still goes on
-        with run_folder.claim_run(run, "prepared"):
+        with claim_run(run, "prepared"):
             run_folder.clear(run, unfinished)
         left = set()
     if left - {unfinished.name}:
@@ -183,7 +192,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
-        lock = run_folder.claim_run(run, "prepared")
+        lock = claim_run(run, "prepared")
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
@@ -233,7 +242,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if mode in MODES:
-        run_folder.claim_run(run).close()  # by whoever trains it, whose errors/ these would be
+        claim_run(run).close()  # by whoever trains it, whose errors/ these would be
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     asked: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -148,6 +149,37 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(job):
     assert verify(job / "run").healthy
 
 
+def test_another_number_of_steps_needs_a_flag_and_names_both_learning_rates(job):
+    """HO-12. Linear from 0.01 without warm-up: step s of n has 0.01 (1 - (s - 1) / n)."""
+    linear = ["train.schedule=linear", "train.warmup=0", "train.learning_rate=0.01"]
+    linear += ["train.save_every=1", "train.max_steps=4"]
+        "train.save_every=1",
+        "train.schedule=linear",
+        "train.warmup=0",
+        "train.learning_rate=0.01",
+        "train.max_steps=4",
+    ]
+    assert call(job, "train", "recipe.yaml", "train.epochs=9", *linear).returncode == 0
+    finished = call(job, "resume", "run")
+    assert finished.returncode == 2 and "fullshard resume run --steps N" in finished.stderr
+    config = json.loads((job / "run/config.json").read_text())
+    config["train"]["max_steps"] = 8
+    (job / "run/config.json").write_text(json.dumps(config))
+    manifest = list_checkpoints(job / "run")[-1][1] / "manifest.json"
+    assert json.loads(manifest.read_text())["trainer"]["num_steps"] == 4
+    (job / "earlier").mkdir()
+    os.rename(job / "run/checkpoints/step_000004", job / "earlier/step_000004")  # go on from step 3
+    refused = call(job, "resume", "run")
+    assert refused.returncode == 2
+    assert "planned for 4 steps, 8 are meant now" in refused.stderr
+    assert "step 4 was 0.0025 and would be 0.00625" in refused.stderr, refused.stderr
+    done = call(job, "resume", "run", "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    assert "8 steps instead of 4: the learning rate of step 4 was 0.0025 and is 0.00625" in done.stdout
+    rates = {record["step"]: record["learning_rate"] for record in _records(job / "run") if record["kind"] == "train"}
+    assert [rates[step] for step in (3, 4, 8)] == pytest.approx([0.005, 0.00625, 0.00125])
+
+
 def test_best_checkpoint_stays(job):
     changes = ["train.keep_last=1", "train.keep_best=true", "train.eval_every=2", "data.eval=rows.jsonl"]
     assert call(job, "train", "recipe.yaml", *changes, "train.learning_rate=0.5").returncode == 0
@@ -158,8 +190,6 @@ def test_best_checkpoint_stays(job):
 
 
 def _records(run):
-    import json
-
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

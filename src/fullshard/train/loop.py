@@ -96,7 +96,8 @@ class Trainer:
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log, self.packing = steps, log, config.data.packing
         self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
-        self.saves_beside, self.precision = bool(plan.get("saves_beside")), precision_of(str(plan["precision"]))
+        self.saves_beside, self.steps_may_change = bool(plan.get("saves_beside")), bool(plan.get("steps_may_change"))
+        self.precision = precision_of(str(plan["precision"]))
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
         self.pad_id = choose_pad_id(tokenizer)
         reset_peak_memory(ranks.device)
@@ -300,9 +301,14 @@ class Trainer:
         for state in self.optimizer.state.values():  # AdamW's own counter, for its bias correction
             state["step"].fill_(float(step - self.scale.skipped))
         self.last_eval = manifest.trainer.get("last_eval")
-        found = (manifest.trainer["num_steps"], manifest.trainer["position"])
-        if found != (wanted := (len(self.steps), self._position(step))):
-            raise refusal("other_steps", planned=found[0], done=found[1], wanted=wanted)
+        if (done := manifest.trainer["position"]) != (wanted := self._position(step)):
+            raise refusal("other_windows", step=step, done=done, wanted=wanted)
+        if (old := manifest.trainer["num_steps"]) != (new := len(self.steps)):
+            train, taken, peak = self.config.train, step + 1 - self.scale.skipped, self.config.learning_rate
+            was, now = (updates.learning_rate_at(taken, n, peak, train.schedule, train.warmup) for n in (old, new))
+            if not self.steps_may_change:
+                raise refusal("other_steps", old=old, new=new, next=step + 1, was=was, now=now, run=self.run)
+            self.log.say(log_text("steps_changed", old, new, step + 1, was, now))
         if manifest.trainer["data_hash"] != self.data.hash:
             raise refusal("other_data", place=self.run / PREPARED, step=step)
         self.log.say(f"resumed at step {step}: {len(manifest.tensors)} tensors")

@@ -153,12 +153,6 @@ def test_another_number_of_steps_needs_a_flag_and_names_both_learning_rates(job)
     """HO-12. Linear from 0.01 without warm-up: step s of n has 0.01 (1 - (s - 1) / n)."""
     linear = ["train.schedule=linear", "train.warmup=0", "train.learning_rate=0.01"]
     linear += ["train.save_every=1", "train.max_steps=4"]
-        "train.save_every=1",
-        "train.schedule=linear",
-        "train.warmup=0",
-        "train.learning_rate=0.01",
-        "train.max_steps=4",
-    ]
     assert call(job, "train", "recipe.yaml", "train.epochs=9", *linear).returncode == 0
     finished = call(job, "resume", "run")
     assert finished.returncode == 2 and "fullshard resume run --steps N" in finished.stderr

@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named(tmp_path, base, tuned, kind):
         "missing": r"lacks 1 of the model's parameters: model\.layers\.1\.mlp\.up_proj\.weight",
         "strange": r"2 names are no parameter of the base model: model\.layers\.7\.extra, visual\.weight",
         "shape": r"model\.norm\.weight \(17,\) does not fit",
-        "empty": "there are none at all",
+        "empty": "none at all",
     }[kind]
     if kind == "missing":
         del state["model.layers.1.mlp.up_proj.weight"]

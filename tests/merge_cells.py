@@ -31,7 +31,7 @@ KINDS = {  # (method, tied, added tokens)
     "tied, LoRA, new tokens": ("lora", True, ["<|tool|>", "comet"]),
 }
 LEFT_OUT = ("qwen2", "new tokens")  # its tokenizer class cannot hold a word-level vocabulary (tiny_models.make_model)
-RANK, ALPHA, STEP = 4, 8, 2.0**-10  # s = 2
+RANK, ALPHA, STEP = 4, 8, 2.0**-10
 TOKENS = (torch.arange(16) * 7 % 56 + 8)[None]
 
 
@@ -215,7 +215,6 @@ def exact_weights(model: Any) -> dict[str, np.ndarray]:
     for name, value in values.items():
         if ".lora_" not in name:
             whole[name.removeprefix("base_model.model.").replace(".base_layer", "")] = value.astype(np.float64)
-    scale = ALPHA / RANK
     for name, down in values.items():
         if not name.endswith(".lora_A.default.weight"):
             continue
@@ -226,14 +225,14 @@ def exact_weights(model: Any) -> dict[str, np.ndarray]:
         target = f"{module}.{leaf}".removeprefix("base_model.model.").replace(".base_layer", "")
         if whole[target].ndim == 3:  # stacked experts: PEFT's A is (experts x rank, in), its B (out, rank x experts)
             experts = len(whole[target])
-            down = down.reshape(experts, RANK, -1)
-            up = up.reshape(len(up), RANK, experts).transpose(2, 0, 1)
-            change = np.einsum("eor,eri->eoi", up, down)
+            down = down.reshape(experts, -1, down.shape[-1])
+            up = up.reshape(len(up), -1, experts)  # (out, rank, experts)
+            change = np.einsum("ore,eri->eoi", up, down)
         else:
             change = up @ down
         if change.shape != whole[target].shape or is_conv1d(layer):
             change = np.swapaxes(change, -1, -2)
-        whole[target] = whole[target] + scale * change
+        whole[target] = whole[target] + layer.scaling["default"] * change  # PEFT's own: gate and up have a double rank
     return {name: value.astype(np.float32) for name, value in whole.items()}
 
 

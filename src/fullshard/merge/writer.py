@@ -49,9 +49,8 @@ class ExactWeights:
         for name in sorted(self._trained):
             found, shape = tuple(checkpoint.weights[name].shape), names.weights.shapes.get(name)
             if names.canonical.get(name, name) != name or found != shape:
-                raise MergeError(
-                    f"{name} {found} does not fit the base model: {shape or 'no such parameter'}.", ASK_BASE
-                )
+                expected = f"it has shape {shape} there" if shape else "it has no such parameter"
+                raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
         changed = self._trained | self._folded.keys()
         self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]

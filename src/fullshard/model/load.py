@@ -209,7 +209,7 @@ def unfinished_folder(final: Path, kind: type[UserError], hint: str, made_from: 
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with claim_run(partial, "written"), ExitStack() as stack:
-            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # where it was published it is gone
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
             if made_from is None or read_json(partial / RECORD, optional=True).get("made_from") != made_from:
                 clear(partial, partial / LOCK)
                 write_json(partial / RECORD, {"made_from": made_from})
@@ -219,6 +219,7 @@ def unfinished_folder(final: Path, kind: type[UserError], hint: str, made_from: 
             for path in [*partial.rglob("*"), partial]:
                 sync_path(path)
             publish_folder(partial, final)
+            stack.pop_all()
     except OSError as error:
         raise kind(f"{final} cannot be written: {error}.", hint) from error
 

@@ -278,6 +278,30 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.parametrize("kind", ["dtensor", "unknown class", "folder"])
+def test_a_ranks_own_file_is_named(tmp_path, base, tuned, kind):
+    """What FSDP's sharded state dicts are in a file of torch.save: DTensors, or classes that are not looked up."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    place = tmp_path / "pytorch_model_fsdp_0_rank1.bin"
+    if kind == "unknown class":
+        torch.save({"model.norm.weight": Bomb(tmp_path / "was_run")}, place)
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            state = {name: DTensor.from_local(value, mesh, [Shard(0)]) for name, value in tuned.state_dict().items()}
+            torch.save(state, place)
+        finally:
+            dist.destroy_process_group()
+    with pytest.raises(MergeError, match="no plain tensors; nothing of it was run") as caught:
+        merge_run(tmp_path if kind == "folder" else place, tmp_path / "out", base=str(base))
+    assert "full state dict, or by torch.distributed.checkpoint" in caught.value.hint
+    assert not (tmp_path / "was_run").exists()
+
+
 @pytest.mark.parametrize("kind", ["metadata", "chunk", "bin"])
 def test_nothing_in_a_file_is_run(tmp_path, base, tuned, kind):
     place, proof = tmp_path / "saved", tmp_path / "was_run"

@@ -151,9 +151,8 @@ class ForeignCheckpoint:
             if other is not tensor and (other.shape != tensor.shape or not torch.equal(other.read(), tensor.read())):
                 raise MergeError(f"{self.folder} holds two values of {name}, one as {raw}.", AGAIN)
         if strange or not self.weights:
-            raise refusal(
-                "strange", path=self.folder, count=len(strange), first=", ".join(strange[:5]) or "none at all"
-            )
+            first = ", ".join(strange[:5]) or "there are none at all"
+            raise refusal("strange", path=self.folder, count=len(strange), first=first)
         rows = max((self.weights[name].shape[0] for name in names.vocabulary if name in self.weights), default=0)
         return grown(tuple(range(names.vocabulary_size, rows))) if rows > names.vocabulary_size else names
 

@@ -17,7 +17,7 @@ def words(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "kind"), CELLS)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 def test_no_difference(tmp_path, words, family, kind):
     trained = train(tmp_path, family, kind, words, pool(2))
     for source in sources_of(kind):

@@ -151,8 +151,7 @@ class ForeignCheckpoint:
             if other is not tensor and (other.shape != tensor.shape or not torch.equal(other.read(), tensor.read())):
                 raise MergeError(f"{self.folder} holds two values of {name}, one as {raw}.", AGAIN)
         if strange or not self.weights:
-            first = ", ".join(strange[:5]) or "there are none at all"
-            raise refusal("strange", path=self.folder, count=len(strange), first=first)
+            raise refusal("strange", path=self.folder, count=len(strange), first=", ".join(strange[:5]) or "no name")
         rows = max((self.weights[name].shape[0] for name in names.vocabulary if name in self.weights), default=0)
         return grown(tuple(range(names.vocabulary_size, rows))) if rows > names.vocabulary_size else names
 
@@ -184,7 +183,9 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
             kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
             read = read_pickles if single.endswith(".bin") else partial(read_header, kind=MergeError)
             return [path / name for name in names], kind, read
-    raise refusal("not_plain" if any(path.glob("*rank*[0-9].*")) else "no_format", path=path)
+    if any(path.glob("*rank*[0-9].*")):
+        raise refusal("not_plain", path=path)
+    raise refusal("no_format", path=path)
 
 
 def _lora_config(folder: Path) -> Any:

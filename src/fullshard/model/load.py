@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import re
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 import torch
@@ -20,7 +20,7 @@ from fullshard.device import ATTENTION
 from fullshard.errors import Blame, ModelError, UserError, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.attention import BY_DOCUMENT
-from fullshard.run_folder import publish_folder, read_json, sync_path
+from fullshard.run_folder import LOCK, claim_run, clear, publish_folder, read_json, sync_path, write_json
 
 AGAIN = "Copy or download this file again."
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # safetensors' names: F32, BF16, ...
@@ -28,6 +28,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 GENERATION_CONFIG = "generation_config.json"
+RECORD = "made_from.json"  # in an unfinished folder
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 
 
@@ -35,14 +36,10 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
     """The folder, if config and (``weights``) all weight files are there; else ModelError naming what is missing."""
     if not (folder := Path(path).expanduser()).is_dir():
         raise ModelError(f"No model folder at {folder}.", "Give a Hugging Face folder, or a hub id: owner/name.")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is incomplete: config.json is missing.", "Download the whole model folder again.")
-    names = weight_names(folder) if weights else []
+    names = ["config.json", *(weight_names(folder) if weights else ())]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing == [SINGLE]:
-        others = sorted(folder.glob("*.bin"))
-        found = f" It has {others[0].name}, which this version does not read." if others else ""
-        raise refusal("no_safetensors", folder=folder, single=SINGLE, index=INDEX, found=found)
+        raise refusal("no_safetensors", folder=folder, single=SINGLE, index=INDEX)
     if missing:
         raise refusal("files_missing", folder=folder, count=len(missing), all=len(names), first=missing[0])
     return folder
@@ -208,18 +205,24 @@ def build_from_config(config: Any, path: str | Path, packing: bool = False) -> n
 
 
 @contextmanager
-def unfinished_folder(final: Path, kind: type[UserError], hint: str) -> Iterator[Path]:
-    """A temporary folder beside ``final``: takes its place when the block ends well, else vanishes. Raises ``kind``."""
-    place = {"prefix": f".{final.name}.", "dir": final.parent, "ignore_cleanup_errors": True}
+def unfinished_folder(final: Path, kind: type[UserError], hint: str, made_from: Any = None) -> Iterator[Path]:
+    """A folder beside ``final``: takes its place when the block ends well, vanishes where it fails (``kind``: the disk
+    did). It stays where the process is killed, for the next call with the same ``made_from`` (of JSON)."""
+    partial = final.with_name(f".{final.name}.partial")
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(**place) as temporary:
-            unfinished = Path(temporary) / final.name
-            unfinished.mkdir()
-            yield unfinished
-            for path in [*unfinished.rglob("*"), unfinished]:
+        partial.mkdir(parents=True, exist_ok=True)
+        with claim_run(partial, "written"), ExitStack() as stack:
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
+            if made_from is None or read_json(partial / RECORD, optional=True).get("made_from") != made_from:
+                clear(partial, partial / LOCK)
+                write_json(partial / RECORD, {"made_from": made_from})
+            yield partial
+            (partial / RECORD).unlink()
+            (partial / LOCK).unlink()
+            for path in [*partial.rglob("*"), partial]:
                 sync_path(path)
-            publish_folder(unfinished, final)
+            publish_folder(partial, final)
+            stack.pop_all()
     except OSError as error:
         raise kind(f"{final} cannot be written: {error}.", hint) from error
 
@@ -236,29 +239,23 @@ def stop_ids(folder: Path) -> list[int]:
 
 
 def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A generation config that transformers accepts (without idle settings, or reduced to its ids); a line a change."""
+    """A generation config without the settings for which transformers would refuse to save it; a line for each."""
     result, notes = dict(values), []
-    while idle := re.match(r"`(\w+)`: .* only used in (sample|beam)", problem := _problem(result)):
-        kind = {"sample": "greedy, do_sample is off", "beam": "one beam"}[idle[2]]
-        without_effect = f"{idle[1]} {result.pop(idle[1])} has no effect ({kind})"
-        notes.append(f"generation config: {without_effect} and transformers refuses to save it; removed")
-    if problem:
-        dropped = [key for key in result if key not in FACTS["token_keys"]]
-        result = {key: result[key] for key in FACTS["token_keys"] if key in result}
-        notes.append(f"generation config: transformers refuses it ({problem}); removed {', '.join(dropped)}")
+    while (problem := _problem(result)) and (left := [key for key in result if key not in FACTS["token_keys"]]):
+        named = re.search(r"`(\w+)`.*", problem)
+        removed = [named[1]] if named and named[1] in left else left
+        told = ", ".join(f"{key} {result.pop(key)}" for key in removed)
+        notes.append(f"generation config: {told} removed, refused by transformers: {named[0] if named else problem}")
     return result, notes
 
 
 def _problem(values: dict[str, Any]) -> str:
     """Why transformers would refuse to save ``values``, or nothing."""
-    logger = logging.getLogger("transformers.generation.configuration_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)  # it says the same there
     try:
         GenerationConfig.from_dict(values).validate(strict=True)
     except (ValueError, TypeError) as error:
-        lines = [line.strip("- ") for line in str(error).splitlines() if line.strip()]
-        return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+        return str(error)
     finally:
-        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
     return ""

@@ -127,8 +127,8 @@ class WeightMap:
         with Blame(ModelError, wrong.message, wrong.hint):
             made = self._forward(group, empty)
             back = self._reverse(group, made)
-        if wrong := [name for _, name in group.sources if back[name].shape != empty[name].shape]:
-            raise ModelError(f"{self._where}: {wrong[0]} does not survive its conversion and back.", "")
+            if any(back[name].shape != empty[name].shape for _, name in group.sources):
+                raise ValueError("the shapes change")
         group.outputs = {name: tuple(value.shape) for name, value in made.items()}
         self._outputs |= dict.fromkeys(made, group)
 

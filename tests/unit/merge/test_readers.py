@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named(tmp_path, base, tuned, kind):
         "missing": r"lacks 1 of the model's parameters: model\.layers\.1\.mlp\.up_proj\.weight",
         "strange": r"2 names are no parameter of the base model: model\.layers\.7\.extra, visual\.weight",
         "shape": r"model\.norm\.weight \(17,\) does not fit",
-        "empty": "there are none at all",
+        "empty": "0 names are no parameter",
     }[kind]
     if kind == "missing":
         del state["model.layers.1.mlp.up_proj.weight"]
@@ -244,7 +244,7 @@ def test_adapters_that_do_not_fit(tmp_path, base, change):
         "shifted": r"4 names are no parameter of the base model: base_model\.model\.model\.layers\.2",
         "wide": r"layers\.0\.self_attn\.q_proj\.lora_A\.weight has shape \(2, 32\)",
         "zero": "never moved: all 4 B matrices",
-        "empty": "none at all",
+        "empty": "0 names are no parameter",
     }[change]
     with pytest.raises(MergeError, match=wanted):
         merge_run(tmp_path / "adapter", tmp_path / "out", base=str(base))
@@ -276,6 +276,30 @@ class Bomb:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "unknown class", "folder"])
+def test_a_ranks_own_file_is_named(tmp_path, base, tuned, kind):
+    """What FSDP's sharded state dicts are in a file of torch.save: DTensors, or classes that are not looked up."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    place = tmp_path / "pytorch_model_fsdp_0_rank1.bin"
+    if kind == "unknown class":
+        torch.save({"model.norm.weight": Bomb(tmp_path / "was_run")}, place)
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            state = {name: DTensor.from_local(value, mesh, [Shard(0)]) for name, value in tuned.state_dict().items()}
+            torch.save(state, place)
+        finally:
+            dist.destroy_process_group()
+    with pytest.raises(MergeError, match="no plain tensors; nothing of it was run") as caught:
+        merge_run(tmp_path if kind == "folder" else place, tmp_path / "out", base=str(base))
+    assert "full state dict, or by torch.distributed.checkpoint" in caught.value.hint
+    assert not (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize("kind", ["metadata", "chunk", "bin"])
@@ -370,5 +394,5 @@ def test_check_repeats_the_proof(tmp_path, base, tuned):
     content[-3] ^= 1
     file.write_bytes(content)
     torch.save({}, tmp_path / "model.pt")
-    with pytest.raises(MergeError, match=r"none at all|has changed"):
+    with pytest.raises(MergeError, match=r"0 names are no parameter|has changed"):
         merge_run(merged.folder, check=True)

@@ -69,7 +69,7 @@ def test_export_is_complete_and_a_clean_process_loads_it(tmp_path, base):
         "chat_template.jinja", "README.md", "merge.json",
     }  # fmt: skip
     assert (result.folder / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
-    assert "temperature 0.9 has no effect" in result.to_text()
+    assert "temperature 0.9 removed, refused by transformers: `temperature`" in result.to_text()
     config = json.loads((result.folder / "config.json").read_text())
     generation = json.loads((result.folder / "generation_config.json").read_text())
     assert config["eos_token_id"] == generation["eos_token_id"] == [EOS, END]
@@ -103,7 +103,7 @@ def test_bad_generation_config_is_found_at_the_start(base):
         ({"do_sample": True, "top_k": 20, "temperature": 0.7}, {"do_sample": True, "top_k": 20, "temperature": 0.7}),
         ({"do_sample": False, "top_k": 50, "repetition_penalty": 1.1}, None),
         ({"length_penalty": 0.5, "num_beams": 1, "eos_token_id": [1, 2]}, {"num_beams": 1, "eos_token_id": [1, 2]}),
-        ({"early_stopping": "perhaps", "num_beams": 4, "eos_token_id": 3}, {"eos_token_id": 3}),
+        ({"early_stopping": "perhaps", "num_beams": 4, "eos_token_id": 3}, {"num_beams": 4, "eos_token_id": 3}),
     ],
 )
 def test_mending_removes_only_what_is_refused(values, kept):

@@ -77,5 +77,6 @@ def test_rounding_happens_in_the_writer_and_overflow_is_refused(tmp_path):
     value = torch.tensor([1.0, 1.0 + 2**-9, 3.0e38])
     write_weights(tmp_path, [output_of("a", value, torch.bfloat16)])
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], value.to(torch.bfloat16))
+    (tmp_path / "other").mkdir()
     with pytest.raises(MergeError, match="a holds values that are not finite in float16"):
-        write_weights(tmp_path, [output_of("a", value, torch.float16)])
+        write_weights(tmp_path / "other", [output_of("a", value, torch.float16)])

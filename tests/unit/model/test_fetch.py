@@ -171,7 +171,7 @@ def test_modelscope_errors(modelscope):
     for error, words in (
         (HubError("[E1020] Connection failed"), "HubError: .E1020. Connection failed"),
         (type("HTTPError", (OSError,), {"response": response})("not found"), "no such model is there .* 404"),
-        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"OSError: \[Errno 28\] No space left on device"),
     ):
         modelscope.error = error
         with pytest.raises(ModelError, match=f"acme/tiny could not be fetched from ModelScope: {words}") as refused:

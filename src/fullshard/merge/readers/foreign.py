@@ -1,6 +1,7 @@
 """Checkpoints of other tools as sources of a merge: torch's distributed checkpoints (DCP), pickled state dicts,
 safetensors, PEFT adapters. Which format it is, where tensors lie, whose weights names mean. Nothing is executed."""
 
+import math
 import pickle
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,6 +18,7 @@ from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, w
 
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 BESIDE, CHANGED_BASE = tuple(FACTS["beside"]), tuple(FACTS["changed_base"])
+DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 DCP = ".metadata"
 
 
@@ -31,6 +33,20 @@ class SavedPart(Part):
         if (found.dtype, tuple(found.shape) or (1,)) != (dtype, self.shape):
             raise MergeError(f"{self.file} holds other tensors than {DCP} says.", AGAIN)
         return _part(self.file, found, self.offsets, self.position).rows(first, last, dtype, out)
+
+
+class PairedRows(FileTensor):
+    """A query or key weight of heads of ``head`` rows, in which the two rows that rotary turns together are neighbours
+    (Meta's llama, torchtitan). It reads as transformers has it: the first of every pair, then the second."""
+
+    head: int = 0
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-d."""
+        size = self.head * math.prod(self.shape[1:])
+        first, stop = start // size, math.prod(self.shape) if stop is None else stop
+        heads = super().read(first * size, -(-stop // size) * size).view(-1, self.head // 2, 2, size // self.head)
+        return heads.transpose(1, 2).reshape(-1)[start - first * size : stop - first * size]
 
 
 def read_dcp(folder: Path) -> dict[str, FileTensor]:
@@ -60,15 +76,14 @@ class _PlainData(pickle.Unpickler):
         raise MergeError(f"It names {module}.{name}, which is no plain data: nothing of it was run.", AGAIN)
 
 
-DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
 def read_pickles(path: Path) -> dict[str, FileTensor]:
     """The tensors of a file of torch.save (pytorch_model.bin, .pt), nested names joined by dots."""
     tensors, values = {}, [("", _in_file(path, 0, path.stat().st_size))]
     for name, value in values:  # grows while it is read
         if isinstance(value, dict):
             values += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
+        elif hasattr(value, "placements"):  # a DTensor
+            raise refusal("not_plain", path=path)
         elif isinstance(value, torch.Tensor):
             part = _part(path, value, (0,) * max(1, value.dim()), 0)
             tensors[name] = FileTensor(tuple(value.shape), value.dtype, (part,))
@@ -78,12 +93,11 @@ def read_pickles(path: Path) -> dict[str, FileTensor]:
 @cache
 def _in_file(path: Path, position: int, size: int) -> Any:
     """What torch.save wrote there: its tensors without values, which know where in the file these lie."""
-    again = "It may be from before torch 1.6: load it there, save it anew. Else copy it again."
-    with Blame(MergeError, f"{path} cannot be read", again), open(path, "rb") as file, FakeTensorMode():
+    with Blame(MergeError, f"{path} cannot be read", AGAIN), open(path, "rb") as file, FakeTensorMode():
         try:
             return torch.load(_create_file_view(file, position, size), weights_only=True, map_location="cpu")
         except pickle.UnpicklingError:  # its own words advise to run it
-            raise MergeError(f"{path} is no file of plain tensors; nothing of it was run.", again) from None
+            raise refusal("not_plain", path=path) from None
 
 
 def _part(path: Path, value: torch.Tensor, offsets: tuple[int, ...], start: int) -> Part:
@@ -120,18 +134,24 @@ class ForeignCheckpoint:
         """Give the tensors the names of a model, ModelNames; those of ``grown(new ids)`` where the vocabulary is larger
         here. Returns the names. MergeError where some fit none."""
         known, strange = names.canonical.keys() | names.adapter_shapes.keys() | names.weights.shapes.keys(), []
+        renamed, config, is_paired = FACTS["wrappers"], names.model.config, False
+        if any("tok_embeddings." in raw for raw in self._found):
+            renamed = renamed | FACTS["torchtitan"]
+            if (is_paired := FACTS["paired"].get(config.model_type)) is None:
+                raise refusal("torchtitan", path=self.folder, family=config.model_type)
         for raw, tensor in self._found.items():
             if raw.split(".")[0].startswith(BESIDE) or ".original_module." in raw:
                 continue
-            if (name := _clean(raw, known)) is None:
+            if (name := _clean(raw, known, renamed)) is None:
                 strange.append(raw)
                 continue
+            if is_paired and name.endswith((".q_proj.weight", ".k_proj.weight")):
+                tensor = PairedRows(tensor.shape, tensor.dtype, tensor.parts, config.head_dim)
             other = self.weights.setdefault(names.canonical.get(name, name), tensor)
             if other is not tensor and (other.shape != tensor.shape or not torch.equal(other.read(), tensor.read())):
                 raise MergeError(f"{self.folder} holds two values of {name}, one as {raw}.", AGAIN)
         if strange or not self.weights:
-            first = ", ".join(strange[:5]) or "there are none at all"
-            raise refusal("strange", path=self.folder, count=len(strange), first=first)
+            raise refusal("strange", path=self.folder, count=len(strange), first=", ".join(strange[:5]) or "no name")
         rows = max((self.weights[name].shape[0] for name in names.vocabulary if name in self.weights), default=0)
         return grown(tuple(range(names.vocabulary_size, rows))) if rows > names.vocabulary_size else names
 
@@ -149,12 +169,11 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
     if any(path.glob("zero_to_fp32.py")) or any(path.glob("**/*_optim_states.pt")):
         raise refusal("deepspeed", path=path)
     nested = sorted(place for place in path.glob(f"*/{DCP}") if not place.parent.name.startswith(BESIDE))
-    for place in [path / DCP, *nested]:
-        if place.is_file():
-            if len(nested) > 1:
-                raise refusal("several", path=path, found=", ".join(one.parent.name for one in nested))
-            files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
-            return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", read_dcp
+    for place in filter(Path.is_file, [path / DCP, *nested]):
+        if len(nested) > 1:
+            raise refusal("several", path=path, found=", ".join(one.parent.name for one in nested))
+        files = {inside(place.parent, file.name) for file in place.parent.glob("*.distcp")}
+        return [place, *sorted(files)], "a checkpoint of torch.distributed.checkpoint", read_dcp
     for single in (PEFT_TENSORS, "adapter_model.bin", SINGLE, "pytorch_model.bin"):
         names = weight_names(path, single, MergeError)
         absent = [name for name in names if not inside(path, name).is_file()]
@@ -164,6 +183,8 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
             kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
             read = read_pickles if single.endswith(".bin") else partial(read_header, kind=MergeError)
             return [path / name for name in names], kind, read
+    if any(path.glob("*rank*[0-9].*")):
+        raise refusal("not_plain", path=path)
     raise refusal("no_format", path=path)
 
 
@@ -178,11 +199,12 @@ def _lora_config(folder: Path) -> Any:
     return config
 
 
-def _clean(name: str, known: set[str]) -> str | None:
-    """The name in ``known`` that a tool's name means: without what wrappers added."""
-    for wrapper in FACTS["wrappers"]:
-        name = name.replace(wrapper, "")
-    name = stored_name(name)
+def _clean(name: str, known: set[str], renamed: dict[str, str]) -> str | None:
+    """The name in ``known`` that a tool's name means: its parts ``renamed``, without what wrappers added in front."""
+    name = f".{name}"
+    for theirs, ours in renamed.items():
+        name = name.replace(theirs, ours)
+    name = stored_name(name[1:])
     while name not in known:
         if (prefix := next((prefix for prefix in FACTS["prefixes"] if name.startswith(prefix)), None)) is None:
             return None

@@ -119,7 +119,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     is_full, name = job.method == "full", "fp32" if does.weight >= 4 else "bf16"
 
     def shared(cause: str, each: int, count: int, factor: str = "", when: str = "always") -> Line:
-        return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", when)
+        return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
     process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
@@ -153,7 +153,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     else:
         slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
         lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
-    moved = _share(does.temporary * sharded, ranks) + does.temporary * adapters
+    moved = -(-does.temporary * sharded // ranks) + does.temporary * adapters
     lines.append(Line("optimizer temporary", moved, f"{does.temporary} x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]
 
@@ -200,7 +200,7 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     lines, mode = memory_lines(shape, job), precision_of(job.precision)
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
-    base = baseline + _share(stored * shape.parameters, job.num_ranks)
+    base = baseline + -(-stored * shape.parameters // job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
     passing = job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits
@@ -208,14 +208,10 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
         "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
         "train": train_peak(lines),
         "eval": always + passing,
-        "save": always + _share(4 * shape.largest_tensor, job.num_ranks),
+        "save": always + -(-4 * shape.largest_tensor // job.num_ranks),
         "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
     }
 
 
 def _bytes_at(lines: list[Line], when: str) -> int:
     return sum(line.bytes for line in lines if line.when == when)
-
-
-def _share(count: int, ranks: int) -> int:
-    return -(-count // ranks)

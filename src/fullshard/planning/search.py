@@ -235,15 +235,6 @@ def _micro_batches(config: RunConfig, facts: Facts, share: int) -> list[tuple[in
     return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
 
 
-def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The recipe with the changes of its keys; ``ranks`` is no key of it."""
-    for key, value in changes.items():
-        section, _, name = key.rpartition(".")
-        value = getattr(config, section).model_copy(update={name: value}) if section else value
-        config = config.model_copy(update={section or name: value}) if key != "ranks" else config
-    return config
-
-
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     machine, fitting = facts.machine, []
     may_use_bf16 = machine.rates.bf16 and choose_precision(config, machine) == "fp32"
@@ -253,8 +244,12 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         changes = {key: value for change in chosen for key, value in change.items()}
         if len(changes) < sum(map(len, chosen)) or any(fit.items() <= changes.items() for fit, *_ in fitting):
             continue
-        ranks = changes.get("ranks", num_ranks)
-        peak, allowed = choose(_apply(config, changes), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        changed, ranks = config, changes.get("ranks", num_ranks)  # which is no key of the recipe
+        for key, value in (item for item in changes.items() if item[0] != "ranks"):
+            section, _, name = key.rpartition(".")
+            value = getattr(changed, section).model_copy(update={name: value}) if section else value
+            changed = changed.model_copy(update={section or name: value})
+        peak, allowed = choose(changed, ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         fitting += [(changes, peak, allowed)] * (peak <= allowed)
         if len(fitting) == 3:
             break

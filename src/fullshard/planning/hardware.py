@@ -4,6 +4,7 @@ import difflib
 import os
 import platform
 import re
+from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 import psutil
@@ -89,12 +90,9 @@ def read_host() -> Host:
 def _control_group_limit() -> tuple[int, int] | None:
     """(limit, anonymous bytes in use) of this container, versions 2 and 1; None where there is no limit."""
     for folder, limit, used in (("", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "rss")):
-        try:
-            limit_text = (CONTROL_GROUP / folder / limit).read_text().strip()
-            statistics = (CONTROL_GROUP / folder / "memory.stat").read_text()
-        except OSError:
-            continue
-        if limit_text.isdigit():
-            found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
-            return int(limit_text), int(found[1]) if found else 0
+        with suppress(OSError):
+            text, statistics = ((CONTROL_GROUP / folder / name).read_text().strip() for name in (limit, "memory.stat"))
+            if text.isdigit():
+                found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
+                return int(text), int(found[1]) if found else 0
     return None

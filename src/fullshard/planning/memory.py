@@ -19,8 +19,7 @@ HOLES = 0.4  # on CPU, of what a recomputed block held: what it keeps splits the
 COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
 LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES = 30_000_000
-# Of backward: all of it; late: its end; head and block: parts, never together.
-MOMENTS = ("always", "backward", "late", "head", "block", "step")
+MOMENTS = ("always", "backward", "late", "head", "block", "step")  # late: backward's end; head, block: never together
 
 
 class Job(Frozen):
@@ -102,14 +101,12 @@ def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, a
 
 def largest_unit(shape: ModelShape) -> int:
     """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
-    outer = shape.embedding + shape.head if shape.tied else max(shape.embedding, shape.head)
-    return max(shape.block, outer)
+    return max(shape.block, shape.embedding + shape.head if shape.tied else max(shape.embedding, shape.head))
 
 
 def gathered_parameters(shape: ModelShape) -> int:
     """Most parameters gathered at once: two of the largest unit, or the one held through the step and two blocks."""
-    held = shape.embedding + shape.head if shape.tied else shape.head
-    return max(2 * largest_unit(shape), held + 2 * shape.block)
+    return max(2 * largest_unit(shape), shape.embedding * shape.tied + shape.head + 2 * shape.block)
 
 
 def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) -> list[Line]:
@@ -203,11 +200,10 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     base = baseline + -(-stored * shape.parameters // job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
-    passing = job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits
     return {
         "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
         "train": train_peak(lines),
-        "eval": always + passing,
+        "eval": always + job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits,
         "save": always + -(-4 * shape.largest_tensor // job.num_ranks),
         "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
     }

@@ -171,11 +171,10 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
     """The fastest choice that fits, if one can reducing gradients once a step (on CPU the first); else the least."""
     machine, fitting, others = facts.machine, [], []
-    usable = machine.usable_bytes(num_ranks)
     for choice in _choices(config, num_ranks, facts):
         if fitting and (machine.card is None or choice.reduce_each > fitting[0].reduce_each):
             break  # they come in order: nothing after these can be taken
-        (fitting if choice.peak_bytes <= usable else others).append(choice)
+        (fitting if choice.peak_bytes <= machine.usable_bytes(num_ranks) else others).append(choice)
     if len(fitting) < 2:
         return min(fitting or others, key=lambda choice: choice.peak_bytes)
     sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, machine.card)
@@ -323,7 +322,6 @@ def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch:
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
-
     area = sum(max(_area_of(cell, lengths) for cell in cells) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))

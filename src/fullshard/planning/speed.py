@@ -130,8 +130,7 @@ def measure_rates(kind: str, cores: int) -> Rates:
 def timed_product(dtype: torch.dtype, kind: str) -> float:
     """Operations per second of one matrix product on one thread or device."""
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
-    left = torch.ones(rows, inner, dtype=dtype, device=kind)
-    right = torch.ones(inner, columns, dtype=dtype, device=kind)
+    left, right = (torch.ones(size, dtype=dtype, device=kind) for size in ((rows, inner), (inner, columns)))
     timer = Timer("left @ right", globals={"left": left, "right": right})  # on one thread; waits for an accelerator
     return 2 * rows * inner * columns / min(timer.blocked_autorange(min_run_time=0.05).times)
 

@@ -59,9 +59,8 @@ def _prepared_volume(run: Path, config: RunConfig) -> Volume | None:
     if wanted != [made["data"], made["train"]["seed"], made["model"]["add_tokens"], Path(made["model"]["path"])]:
         return None
     data = open_prepared(run / PREPARED, "train")
-    share = float(data.supervised.sum() / max(1, data.lengths.sum()))
     held_out = int(open_prepared(run / PREPARED, "eval").lengths.sum()) if (run / PREPARED / "eval").is_dir() else 0
-    return Volume(data.lengths, share, held_out, False)
+    return Volume(data.lengths, float(data.supervised.sum() / max(1, data.lengths.sum())), held_out, False)
 
 
 def _estimate_files(files: list[DataFile], data: DataSection) -> tuple[np.ndarray, float]:

@@ -231,7 +231,7 @@ class Renderer:
         prompt = self._text(messages[:place], True) if place else self._opening(through)
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
-        if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
+        if self.loss_on != "all" and not self._has_markers and (header or shared != prompt):
             if header:
                 raise refusal("no_generation_prompt", header=header)
             raise refusal("other_generation_prompt", ends=prompt[-30:], turn=through[len(shared) :][:30])
@@ -273,13 +273,12 @@ class Renderer:
         places = [i for i in places if encoded.ids[i] in self.special_ids] or places
         return places[-1 if content_end is None else 0] if places else None
 
-    def _has_markers(self) -> bool:
-        return bool(GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
+    _has_markers = property(lambda self: GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
 
     def _mark(self, encoded: Encoded, turns: list[Turn], messages: list[Message]) -> Rendered:
         """``encoded`` with its turns supervised: whole, or what is marked, and the end of turn just behind a marker."""
         ids, marked = encoded.ids, [True] * len(encoded.ids)
-        if turns and self._has_markers():
+        if turns and self._has_markers:
             found = self._text(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             marked = [bool(value) for value in found["assistant_masks"]]
         supervised, stops = [False] * len(ids), []

@@ -303,8 +303,7 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
         repeats = np.flatnonzero((contents[place] == content) & is_later)
         count += len(repeats)
         pairs += [(rows[number], known[first[place[number]]]) for number in repeats[:KEPT]]
-    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[:KEPT]]
-    return {"rows": count, "places": places}
+    return {"rows": count, "places": [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[:KEPT]]}
 
 
 def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:

@@ -13,8 +13,7 @@ from fullshard.frozen import Frozen
 from fullshard.model.blocks import find_units, is_adapter
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-LOG_TEXT = Path(__file__).with_name("log.txt").read_text(encoding="utf-8")
-LOG = Template(LOG_TEXT, trim_blocks=True).make_module({"names": NAMES})
+LOG = Template(Path(__file__).with_name("log.txt").read_text("utf-8"), trim_blocks=True).make_module({"names": NAMES})
 GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles
 
 

@@ -40,8 +40,7 @@ def build_sharded(
 ) -> Built:  # fmt: skip
     """Build on meta, add adapters, shard, load: collective. ``new_ids``: added tokens; ``reduce_each``: shard_model."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
-    files = WeightFiles(config.model.path)
-    fingerprint = files.fingerprint()
+    fingerprint = (files := WeightFiles(config.model.path)).fingerprint()
     for rank, other in enumerate(ranks.gather_objects(fingerprint)):
         if other != fingerprint:
             raise refusal("other_model", path=config.model.path, rank=rank, own=ranks.rank)
@@ -93,19 +92,17 @@ def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
 @torch.no_grad()
 def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str, AdapterPlace], seed: int) -> None:
     """Fill this rank's shards. ``magnitudes``: DoRA's places by module, read whole one at a time."""
-    for shard in sharded.shards():
-        if shard.start >= shard.stop:
-            continue
+    for shard in (shard for shard in sharded.shards() if shard.start < shard.stop):
         if ".lora_magnitude_vector." in shard.name:
             place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]
             # at first the norm of what each output reads (arXiv 2402.09353, 4), since B is zero
             whole = weights.read_whole(place.parameter).float().norm(dim=0 if place.layout == "conv1d" else 1)
-            shard.value.copy_(whole[shard.start : shard.stop])
+            values = whole[shard.start : shard.stop]
         elif is_adapter(shard.name):
-            whole = start_value(shard.name, shard.full_shape, seed).reshape(-1)
-            shard.value.copy_(whole[shard.start : shard.stop])
+            values = start_value(shard.name, shard.full_shape, seed).reshape(-1)[shard.start : shard.stop]
         else:
-            shard.value.copy_(weights.read(base_name(shard.name), shard.start, shard.stop))
+            values = weights.read(base_name(shard.name), shard.start, shard.stop)
+        shard.value.copy_(values)
 
 
 @torch.no_grad()

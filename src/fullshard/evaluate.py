@@ -191,8 +191,7 @@ def _measure(
 
 def extract_number(text: str) -> Fraction | None:
     """The last number behind ``####`` in its line (GSM8K), else of the whole text: 1,234.50 and 1/2 too. None: none."""
-    marked = text.partition("####")[2].strip().partition("\n")[0]
-    found = NUMBER.findall(marked) or NUMBER.findall(text)
+    found = NUMBER.findall(text.partition("####")[2].strip().partition("\n")[0]) or NUMBER.findall(text)
     return Fraction(found[-1].replace(",", "")) if found else None
 
 

@@ -35,8 +35,7 @@ def round_step(largest: float, most: int) -> int:
 
 LOADER = FileSystemLoader(Path(__file__).parent)
 ENVIRONMENT = Environment(loader=LOADER, undefined=StrictUndefined, trim_blocks=True, autoescape=True)
-ENVIRONMENT.globals |= {"round_step": round_step, "amount": verdict.amount, "say": verdict.say}
-ENVIRONMENT.globals["verdict_words"] = verdict.words
+ENVIRONMENT.globals.update(round_step=round_step, amount=verdict.amount, say=verdict.say, verdict_words=verdict.words)
 HTML: Any = ENVIRONMENT.get_template("page.html").module  # the macros
 
 
@@ -48,8 +47,7 @@ def page_words(name: str, lang: str) -> dict[str, Any]:
 
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
     """Write NAME.html of this folder with the words of NAME.yaml in ``lang`` and ``facts``; returns the path."""
-    template = ENVIRONMENT.get_template(f"{name}.html")
-    text = template.render(words=page_words(name, lang), lang=lang, **facts).strip()
+    text = ENVIRONMENT.get_template(f"{name}.html").render(words=page_words(name, lang), lang=lang, **facts).strip()
     (path := Path(path)).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     return path
 

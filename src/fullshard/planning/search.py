@@ -48,14 +48,13 @@ class Machine(Frozen):
 
 
 class Choice(Frozen):
-    """One way to run the recipe, and its memory."""
+    """One way to run the recipe, and its memory; ``peak_bytes``: the largest moment of the ranks."""
 
     job: Job
     micro_batch: tuple[int, str]
     moments: dict[str, int]
     reduce_each: bool  # after each micro-batch, so that no whole gradients are kept
 
-    # the largest moment of the ranks
     peak_bytes = property(lambda self: max(size for name, size in self.moments.items() if name != "merge"))
 
 

@@ -14,7 +14,6 @@ from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import LOGIT_BYTES, Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
-PROBED = (0.9, 1.1)  # real speed / that of a probe of some steps: benchmarks/plan.py
 DEVICES_OF_A_NODE = 8  # as sold
 EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
@@ -148,7 +147,7 @@ def run_seconds(
     seconds = micro_batch_seconds(*inputs)
     step = measured or each * seconds["total"]
     known = EFFICIENCY["cpu" if job.on_cpu else "devices"]["error"] if job.on_cpu or card else EFFICIENCY["unknown"]
-    slow, fast = PROBED if measured else known
+    slow, fast = EFFICIENCY["probed"] if measured else known
     count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
     moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
     starts = [start + moved / disk for start, disk in EFFICIENCY["fixed"]]

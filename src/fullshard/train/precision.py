@@ -45,7 +45,7 @@ def log_text(macro: str, *facts: Any) -> str:
 
 @dataclass
 class LossScale:
-    """fp16's dynamic loss scale, a power of 2, and the steps that moved nothing. The other modes keep 1."""
+    """fp16's dynamic loss scale, a power of 2, and the steps that moved nothing; others keep 1, and show no metrics."""
 
     value: float
     good_steps: int = 0
@@ -60,7 +60,6 @@ class LossScale:
             self.value *= 2 if good else 0.5
         return True
 
-    # what progress and metrics show; fp16 only
     metrics = property(lambda self: {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 else {})
 
 
@@ -104,5 +103,4 @@ def round_stochastically(values: torch.Tensor, start: int, key: str) -> torch.Te
 def unmoved_line(counts: Counter[tuple[str, str]], rate: float) -> str:
     """The log's line of ``take_step``'s counts: which groups' elements rounding to nearest would mostly leave."""
     share = {group: counts[group, "left"] / asked for (group, kind), asked in counts.items() if kind == "asked"}
-    stuck = [f"{group} {left:.0%}" for group, left in share.items() if left > 0.5]
-    return log_text("unmoved", len(share), stuck, rate)
+    return log_text("unmoved", len(share), [f"{group} {left:.0%}" for group, left in share.items() if left > 0.5], rate)

@@ -136,20 +136,18 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> "RunConfig":
-        if isinstance(self.data.eval, float) and not 0 < self.data.eval < 1:
-            raise ValueError(f"data.eval as a share must lie between 0 and 1; it is {self.data.eval}")
-        for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
-            if not value or not all(value):
-                raise ValueError(f"{name} is empty")
-        if self.train.sharding == "replicate" and self.engine == "torch":
-            raise ValueError("train.sharding=replicate needs engine=simple; fully_shard has full and keep")
-        if self.data.columns == {}:
-            raise ValueError("data.columns is empty; leave it out where the columns are known by themselves")
         output, model = os.path.realpath(self.output), os.path.realpath(os.path.expanduser(self.model.path))
-        if os.path.commonpath([output, model]) == model:
-            raise ValueError(f"output {self.output} lies in the model folder {self.model.path}; choose another")
-        if self.method == "full" and "lora" in self.model_fields_set:
-            raise ValueError("the section lora is set but method is full; remove it or set method: lora")
+        wrong = {
+            "share": isinstance(self.data.eval, float) and not 0 < self.data.eval < 1,
+            "train": not self.data.train or not all(self.data.train),
+            "targets": not self.lora.targets or not all(self.lora.targets),
+            "sharding": self.train.sharding == "replicate" and self.engine == "torch",
+            "columns": self.data.columns == {},
+            "output": os.path.commonpath([output, model]) == model,
+            "lora": self.method == "full" and "lora" in self.model_fields_set,
+        }
+        for name in (name for name, holds in wrong.items() if holds):
+            raise ValueError(TEXTS["wrong"][name].format(recipe=self))
         return self
 
     # peak: the recipe's, else 1e-4 for LoRA and 1e-5 for full fine-tuning

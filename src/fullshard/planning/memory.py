@@ -197,11 +197,10 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     lines, mode = memory_lines(shape, job), precision_of(job.precision)
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
-    base = baseline + -(-stored * shape.parameters // job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
     return {
-        "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
+        "load": baseline + -(-stored * shape.parameters // job.num_ranks) + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
         "train": train_peak(lines),
         "eval": always + job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits,
         "save": always + -(-4 * shape.largest_tensor // job.num_ranks),

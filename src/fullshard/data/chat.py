@@ -220,8 +220,7 @@ class Renderer:
             header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
             if not found:
                 raise refusal("no_answer", which="")
-            is_ignored = header.strip() and prompt == self._text(before)
-            self._frame = (header.strip() if is_ignored else "", tail)
+            self._frame = (header.strip() if header.strip() and prompt == self._text(before) else "", tail)
         return self._frame
 
     def _turn(self, messages: list[Message], place: int) -> Turn:

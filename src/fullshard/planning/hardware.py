@@ -76,8 +76,7 @@ class Host(Frozen):
 
 def read_host() -> Host:
     """Facts of this machine as this process may use them: affinity and control-group limits are respected."""
-    total, available = psutil.virtual_memory()[:2]
-    # of this container, versions 2 and 1: its limit, and the anonymous bytes in use
+    total, available = psutil.virtual_memory()[:2]  # or what control groups, version 2 or 1, leave of it: limit - used
     for folder, limit, used in (("", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "rss")):
         with suppress(OSError):
             text, statistics = ((CONTROL_GROUP / folder / name).read_text().strip() for name in (limit, "memory.stat"))

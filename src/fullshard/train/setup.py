@@ -133,7 +133,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
     model, failures = built.loss_model, []
     tokens = [torch.tensor([row], device=device) for row in rows]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
-    num_blocks = len(find_blocks(model.causal_lm)[1])
+    depth = len(find_blocks(model.causal_lm)[1])
     model.eval()  # dropout would make the two differ
     while not failures or model.attends_by_document:
         if failures:
@@ -146,14 +146,13 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         largest, second = apart.abs().max().clamp_min(1e-6), slice(len(rows[0]), None)
         difference = float((packed - apart).abs().max() / largest)
         leak = float((packed - other)[:, second].abs().max() / largest)  # sharper: isolated rows hardly differ in a bit
-        reached = len(documents.layers) if documents else num_blocks
+        reached = len(documents.layers) if documents else depth
         way = "attention by document" if documents else "masks"
-        apart_enough = leak <= LEAK_TOLERANCE[precision.compute] and reached == num_blocks
+        apart_enough = leak <= LEAK_TOLERANCE[precision.compute] and reached == depth
         if apart_enough and difference <= LOSS_PATH_TOLERANCE[precision.compute]:
             model.train()
             return f"packing: rows kept apart by {way} (logits differ by {difference:.1e} of the largest)"
-        worst = max(difference, leak)
-        failures.append(f"{way}: {reached} of {num_blocks} blocks reached, logits differ by {worst:.1e}")
+        failures.append(f"{way}: {reached} of {depth} blocks reached, logits differ by {max(difference, leak):.1e}")
     model.train()
     raise refusal("not_kept_apart", family=type(model.causal_lm).__name__, failures="; ".join(failures))
 

@@ -7,7 +7,7 @@ import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 import yaml
-from pydantic import BaseModel, Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 from fullshard.errors import ConfigError, refusal
 from fullshard.words import answer_word
 
@@ -20,6 +20,9 @@ def parse_quantity(text: str) -> tuple[int, str]:
     if not match or int(re.sub("[_,]", "", match.group(1))) < 1:
         raise ValueError(f'needs a count of at least 1 and its unit, "64 rows" or "65536 tokens"; it is {text!r}')
     return int(re.sub("[_,]", "", match.group(1))), match.group(2)
+
+
+Quantity = Annotated[str, BeforeValidator(lambda text: (text is None or parse_quantity(text)) and text)]
 
 
 class Section(BaseModel):
@@ -35,9 +38,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _plain(cls, value: object, info: ValidationInfo) -> object:
+    def _plain(cls, value: object, info: Any) -> object:
         """A truth value is no number, and NUL is in no path; both would be taken for something else without a word."""
-        if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name].annotation):
             raise ValueError(f"needs a value of its own, not {str(value).lower()}")
         if isinstance(value, str) and "\0" in value:
             raise ValueError(f"holds a NUL character; it is {value!r}")
@@ -99,9 +102,9 @@ class TrainSection(Section):
     epochs: float = Field(1.0, gt=0, le=10_000)
     max_steps: int | None = Field(None, ge=1)
     learning_rate: float | None = Field(None, gt=0)
-    global_batch: str = "32 rows"
+    global_batch: Quantity = "32 rows"
     drop_last: bool = False
-    micro_batch: str | None = None
+    micro_batch: Quantity | None = None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure"] = "auto"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     weight_decay: float = Field(0.0, ge=0)
@@ -119,13 +122,6 @@ class TrainSection(Section):
     router_loss: bool = False
     seed: int = Field(0, ge=0, le=2**62)
 
-    @field_validator("global_batch", "micro_batch", mode="before")
-    @classmethod
-    def _with_unit(cls, value: Any) -> object:
-        if value is not None:
-            parse_quantity(value)
-        return value
-
 
 class RunConfig(Section):
     """A whole recipe. Frozen: nothing writes to it after ``load_config``."""
@@ -140,20 +136,18 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> "RunConfig":
-        if isinstance(self.data.eval, float) and not 0 < self.data.eval < 1:
-            raise ValueError(f"data.eval as a share must lie between 0 and 1; it is {self.data.eval}")
-        for name, value in (("data.train", self.data.train), ("lora.targets", self.lora.targets)):
-            if not value or not all(value):
-                raise ValueError(f"{name} is empty")
-        if self.train.sharding == "replicate" and self.engine == "torch":
-            raise ValueError("train.sharding=replicate needs engine=simple; fully_shard has full and keep")
-        if self.data.columns == {}:
-            raise ValueError("data.columns is empty; leave it out where the columns are known by themselves")
         output, model = os.path.realpath(self.output), os.path.realpath(os.path.expanduser(self.model.path))
-        if os.path.commonpath([output, model]) == model:
-            raise ValueError(f"output {self.output} lies in the model folder {self.model.path}; choose another")
-        if self.method == "full" and "lora" in self.model_fields_set:
-            raise ValueError("the section lora is set but method is full; remove it or set method: lora")
+        wrong = {
+            "share": isinstance(self.data.eval, float) and not 0 < self.data.eval < 1,
+            "train": not self.data.train or not all(self.data.train),
+            "targets": not self.lora.targets or not all(self.lora.targets),
+            "sharding": self.train.sharding == "replicate" and self.engine == "torch",
+            "columns": self.data.columns == {},
+            "output": os.path.commonpath([output, model]) == model,
+            "lora": self.method == "full" and "lora" in self.model_fields_set,
+        }
+        for name in (name for name, holds in wrong.items() if holds):
+            raise ValueError(TEXTS["wrong"][name].format(recipe=self))
         return self
 
     # peak: the recipe's, else 1e-4 for LoRA and 1e-5 for full fine-tuning

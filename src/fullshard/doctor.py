@@ -203,9 +203,8 @@ def _test_product(name: str, device: Any, card_name: str, plain: float) -> Check
     peak = card.flops.get(name, 0.0) if card else 0.0
     numbers = {"error": error, "limit": limit, "rate": rate, "peak": peak, "plain": plain, "load": load}
     finding = Template(FACTS["product"]).render(numbers, card=card_name, cores=num_cores())
-    if not error <= limit:
-        return judge(title, "fail", finding, "wrong", rate)
-    return judge(title, "warn" * (rate < FACTS["slow_card"] * peak), finding, "slow", rate)
+    level = "warn" * (rate < FACTS["slow_card"] * peak) if error <= limit else "fail"
+    return judge(title, level, finding, "slow" if error <= limit else "wrong", rate)
 
 
 def _test_collectives(ranks: Any) -> Iterator[Check]:

@@ -144,10 +144,9 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     console.print("\n[bold]3 The model before training[/]")
     clock = time.monotonic()
     base = _evaluate(folder, console)
-    rest = time.monotonic() - clock + SETTINGS["merge_seconds"]
     print(words.before(base), end="")
     console.print("\n[bold]4 Prepare and train[/]")
-    print(words.expected(plan, rest))
+    print(words.expected(plan, time.monotonic() - clock + SETTINGS["merge_seconds"]))
     trained = fullshard.train_run(config, ranks=ranks)
     console.print("\n[bold]5 Merge[/]")
     with console.status("merging") as status:

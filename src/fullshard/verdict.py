@@ -10,12 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 Facts = dict[str, Any]
 DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
-EVIDENCE = 0.05  # a difference this likely by chance, or less, is one
-POWER_FACTOR = 2.802  # 1.960 + 0.842: what a test at 5% sees in 80% of all cases, in standard errors
-LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below EVIDENCE, 2 x 0.5 ** 5 is not
-FORGETTING = 0.05  # a rise of the general loss by this share is one to mend
-RARE = 0.05  # exact match is no measure where neither model is right in this share of rows
-ANSWERS = ("tokens", "refused")  # summed over answers
+LEAST_ROWS = 6  # 2 x 0.5 ** 6 is below 5%, 2 x 0.5 ** 5 is not
 MEASURES = {"score": "score", "number": "number", "exact": "correct"}  # the first that fits judges, else the loss
 
 
@@ -40,21 +35,22 @@ def compare(before: Any, after: Any, hours: float | None = None, text: str = "")
     (loss), ``answers`` (tokens, refusals), ``verdict`` (keep, forgets, none, worse), ``text`` (in words, by a key of
     verdict.yaml). ``hours``: of devices, to train ``after``."""
     said = [{answer.row: answer for answer in each.answers} for each in (before, after)]
-    rows, measures = [row for row in said[0] if row in said[1]], {}
+    rows, measures, basis = [row for row in said[0] if row in said[1]], {}, words("basis")
     for name, key in MEASURES.items():
         values = [(said[0][row].origin, *(getattr(each[row], key) for each in said), 1) for row in rows]
         if known := [each for each in values if each[1] is not None]:
             measures[name] = _paired(known)
     measures["loss"] = _losses(before, after)
-    rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < RARE
+    rare = "exact" in measures and max(measures["exact"][key] for key in ("before", "after")) < basis["rare"]
     measure = next(name for name in measures if name != "exact" or not rare)
     found, sign = measures[measure], -1 if measure == "loss" else 1
     general = _losses(before.general, after.general) if before.general and after.general else None
-    verdict, forgets = "none", general and general["low"] > 0 and general["share"] >= FORGETTING
-    if found["p"] <= EVIDENCE and (found["low"] > 0 or found["high"] < 0):
+    verdict, forgets = "none", general and general["low"] > 0 and general["share"] >= basis["forgetting"]
+    if found["p"] <= basis["evidence"] and (found["low"] > 0 or found["high"] < 0):
         verdict = "worse" if sign * found["difference"] < 0 else "forgets" if forgets else "keep"
-    least = max(LEAST_ROWS / found["rows"] * (measure != "loss"), POWER_FACTOR * found["spread"] / found["rows"] ** 0.5)
-    answers = {key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in ANSWERS}
+    seen = basis["power_factor"] * found["spread"] / found["rows"] ** 0.5
+    least = max(LEAST_ROWS / found["rows"] * (measure != "loss"), seen)
+    answers = {key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in basis["answers"]}
     found = found | {
         "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
         "smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
@@ -97,7 +93,7 @@ def decide(before: Facts, data: Facts, problem: str = "", lang: str = "en") -> t
 
 @cache
 def words(lang: str) -> Any:
-    """The words of verdict.yaml in one language (en, zh), or its ``rules``."""
+    """The words of verdict.yaml in one language (en, zh), or its ``basis`` or ``rules``."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[lang]
 
 

@@ -220,8 +220,7 @@ class Renderer:
             header, found, tail = through[len(_common(prompt, through)) :].rpartition(PROBE)
             if not found:
                 raise refusal("no_answer", which="")
-            is_ignored = header.strip() and prompt == self._text(before)
-            self._frame = (header.strip() if is_ignored else "", tail)
+            self._frame = (header.strip() if header.strip() and prompt == self._text(before) else "", tail)
         return self._frame
 
     def _turn(self, messages: list[Message], place: int) -> Turn:
@@ -231,7 +230,7 @@ class Renderer:
         prompt = self._text(messages[:place], True) if place else self._opening(through)
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
-        if self.loss_on != "all" and not self._has_markers() and (header or shared != prompt):
+        if self.loss_on != "all" and not self._has_markers and (header or shared != prompt):
             if header:
                 raise refusal("no_generation_prompt", header=header)
             raise refusal("other_generation_prompt", ends=prompt[-30:], turn=through[len(shared) :][:30])
@@ -273,13 +272,12 @@ class Renderer:
         places = [i for i in places if encoded.ids[i] in self.special_ids] or places
         return places[-1 if content_end is None else 0] if places else None
 
-    def _has_markers(self) -> bool:
-        return bool(GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
+    _has_markers = property(lambda self: GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))
 
     def _mark(self, encoded: Encoded, turns: list[Turn], messages: list[Message]) -> Rendered:
         """``encoded`` with its turns supervised: whole, or what is marked, and the end of turn just behind a marker."""
         ids, marked = encoded.ids, [True] * len(encoded.ids)
-        if turns and self._has_markers():
+        if turns and self._has_markers:
             found = self._text(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             marked = [bool(value) for value in found["assistant_masks"]]
         supervised, stops = [False] * len(ids), []

@@ -46,10 +46,9 @@ def open_records(name: str, source: str) -> Files:
 
 def read_file(path: Path) -> Iterator[Record]:
     """The records of one file, by its ending. Raises DataError with file and line for what no row can be blamed for."""
-    read = _format_of(path.name)
     if not path.is_file():
         raise refusal("no_file", path=path, problem="is no ordinary file" if path.exists() else "does not exist")
-    if read is None:
+    if (read := _format_of(path.name)) is None:
         raise DataError(f"{path}: files ending in {''.join(path.suffixes[-2:]) or 'nothing'!r} are not read.", ENDINGS)
     yield from _guarded(read(path), path)
 
@@ -195,8 +194,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 TEXTS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_text}
-FORMATS = {end + packed: read for end, read in TEXTS.items() for packed in ("", *COMPRESSED)}
-FORMATS[".parquet"] = _read_parquet
+FORMATS = {end + pack: read for end, read in TEXTS.items() for pack in ("", *COMPRESSED)} | {".parquet": _read_parquet}
 
 
 def _format_of(name: str) -> Callable[[Path], Iterator[Record]] | None:

@@ -283,9 +283,8 @@ class _Preparation:
         repeats = _repeats(splits["train"], splits["train"])
         overlap = _repeats(splits["train"], splits["eval"]) if "eval" in splits else {"rows": 0, "places": []}
         report += report_lines("repeats", repeats, overlap, "eval" in splits)
-        digests = "".join(split.digest for split in self.splits.values())
-        result = {"schema": SCHEMA_VERSION, "hash": hashlib.sha256(digests.encode()).hexdigest()}
-        result |= found | {"stop_ids": found["train"]["stop_ids"]}
+        whole = hashlib.sha256("".join(split.digest for split in self.splits.values()).encode()).hexdigest()
+        result = {"schema": SCHEMA_VERSION, "hash": whole} | found | {"stop_ids": found["train"]["stop_ids"]}
         return result | {"exact_duplicates": repeats, "overlap": overlap, "report": report}
 
 
@@ -303,8 +302,7 @@ def _repeats(train: PreparedData, others: PreparedData) -> dict[str, Any]:
         repeats = np.flatnonzero((contents[place] == content) & is_later)
         count += len(repeats)
         pairs += [(rows[number], known[first[place[number]]]) for number in repeats[:KEPT]]
-    places = [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[:KEPT]]
-    return {"rows": count, "places": places}
+    return {"rows": count, "places": [[train.origin(row), others.origin(other)] for row, other in sorted(pairs)[:KEPT]]}
 
 
 def read_splits(config: RunConfig, accounts: dict[str, Account]) -> Iterator[tuple[str, Row]]:

@@ -131,10 +131,9 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
                 continue
             if not content.exists():
                 next(records)  # raises what there is to say
-            for path in sorted(content.rglob("*")) if content.is_dir() else [content]:
-                if path.is_file():
-                    with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
-                        yield f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            for path in filter(Path.is_file, sorted(content.rglob("*")) if content.is_dir() else [content]):
+                with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
+                    yield f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:

@@ -62,10 +62,9 @@ class BatchRenderer:
         source = iter(rows)
         while batch := list(islice(source, CHUNK_ROWS)):
             patterns = [self._pattern_of(row) for row in batch]
-            texts = []  # what is to be tokenised
-            for pattern, row in zip(patterns, batch, strict=True):
-                pairs = zip(pattern.segments, row.messages, strict=True) if pattern else ()
-                texts += [segment.before + message["content"] + segment.after for segment, message in pairs]
+            rows_of = [(row, pattern) for row, pattern in zip(batch, patterns, strict=True) if pattern]
+            pairs = (pair for row, pattern in rows_of for pair in zip(pattern.segments, row.messages, strict=True))
+            texts = [segment.before + message["content"] + segment.after for segment, message in pairs]
             encodings = iter(self._encode(texts) if texts else ())
             for row, pattern in zip(batch, patterns, strict=True):
                 filled = _fill(pattern, list(islice(encodings, len(pattern.segments)))) if pattern else None
@@ -196,9 +195,7 @@ def cut_chunks(rows: Iterable[tuple[str, Row]]) -> Iterator[Chunk | UserError]:
     try:
         for split, row in rows:
             chunk.append((split, row))
-            size += len(row.text or "")
-            for message in row.messages or ():
-                size += len(message["content"] or "")
+            size += len(row.text or "") + sum(len(message["content"] or "") for message in row.messages or ())
             if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
                 yield chunk
                 chunk, size = [], 0

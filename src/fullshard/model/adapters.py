@@ -54,8 +54,7 @@ def inject_adapters(model: nn.Module, lora: Any) -> None:
         family = type(model).__name__
         if "use_dora" in str(error):
             raise refusal("dora_experts", family=family) from None
-        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-        leaves = {name.split(".")[-1] for name in linear}
+        leaves = {name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)}
         message = f"lora.targets = {targets!r} does not fit {family}: {str(error).splitlines()[0]}"
         raise ModelError(message, f"Linear modules of this model: {', '.join(sorted(leaves))}") from None
     for place in adapter_places(model):

@@ -31,7 +31,7 @@ class Group:
 
 
 class WeightMap:
-    """Parameters (and persistent buffers) of one model, read by ranges from its files."""
+    """Parameters (and buffers) of one model, read by ranges from its files. ``aliases``: all names of a tied one."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, where: str, new_ids: tuple[int, ...] = ()) -> None:
         """Match ``model`` (on meta) with the headers of ``files``; else ModelError. ``new_ids``: new rows."""
@@ -46,11 +46,9 @@ class WeightMap:
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(parameter, []).append(name)
-        # parameter -> all names of the same parameter, for tied ones
         self.aliases = {name: tuple(names) for names in names_of.values() if len(names) > 1 for name in names}
-        owners = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
-        vocabulary = [parameter for module in owners for parameter in module.parameters(recurse=False)]
-        self.vocabulary = {name for parameter in vocabulary for name in names_of[parameter]}  # of embedding and head
+        ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))  # embedding and head
+        self.vocabulary = {name for end in ends for one in end.parameters(recurse=False) for name in names_of[one]}
         self._match(model, [entry for entry in conversions if isinstance(entry, WeightConverter)])
         self._converted_group: tuple[str, dict[str, torch.Tensor]] = ("", {})  # one target at a time
         self._restored: dict[str, dict[str, torch.Tensor]] = {}

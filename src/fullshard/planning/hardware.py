@@ -4,6 +4,7 @@ import difflib
 import os
 import platform
 import re
+from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 import psutil
@@ -75,26 +76,15 @@ class Host(Frozen):
 
 def read_host() -> Host:
     """Facts of this machine as this process may use them: affinity and control-group limits are respected."""
-    total, available = psutil.virtual_memory()[:2]
-    limit = _control_group_limit()
-    if limit is not None and limit[0] < total:
-        total, available = limit[0], min(available, max(0, limit[0] - limit[1]))
+    total, available = psutil.virtual_memory()[:2]  # or what control groups, version 2 or 1, leave of it: limit - used
+    for folder, limit, used in (("", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "rss")):
+        with suppress(OSError):
+            text, statistics = ((CONTROL_GROUP / folder / name).read_text().strip() for name in (limit, "memory.stat"))
+            if text.isdigit() and int(text) < total:
+                found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
+                total, available = int(text), min(available, max(0, int(text) - int(found[1] if found else 0)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     information = Path("/proc/cpuinfo")
     text = information.read_text(errors="replace") if information.is_file() else ""
     found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE | re.IGNORECASE)
     return Host(found[1].strip() if found else platform.processor() or platform.machine(), cores, total, available)
-
-
-def _control_group_limit() -> tuple[int, int] | None:
-    """(limit, anonymous bytes in use) of this container, versions 2 and 1; None where there is no limit."""
-    for folder, limit, used in (("", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "rss")):
-        try:
-            limit_text = (CONTROL_GROUP / folder / limit).read_text().strip()
-            statistics = (CONTROL_GROUP / folder / "memory.stat").read_text()
-        except OSError:
-            continue
-        if limit_text.isdigit():
-            found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
-            return int(limit_text), int(found[1]) if found else 0
-    return None

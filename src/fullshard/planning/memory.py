@@ -19,8 +19,7 @@ HOLES = 0.4  # on CPU, of what a recomputed block held: what it keeps splits the
 COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
 LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES = 30_000_000
-# Of backward: all of it; late: its end; head and block: parts, never together.
-MOMENTS = ("always", "backward", "late", "head", "block", "step")
+MOMENTS = ("always", "backward", "late", "head", "block", "step")  # late: backward's end; head, block: never together
 
 
 class Job(Frozen):
@@ -102,13 +101,12 @@ def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, a
 
 def largest_unit(shape: ModelShape) -> int:
     """Parameters of the largest sharding unit; with tied weights the embedding and the final norm are one unit."""
-    return max(shape.block, (shape.embedding + shape.head) if shape.tied else max(shape.embedding, shape.head))
+    return max(shape.block, shape.embedding + shape.head if shape.tied else max(shape.embedding, shape.head))
 
 
 def gathered_parameters(shape: ModelShape) -> int:
     """Most parameters gathered at once: two of the largest unit, or the one held through the step and two blocks."""
-    held = shape.embedding + shape.head if shape.tied else shape.head
-    return max(2 * largest_unit(shape), held + 2 * shape.block)
+    return max(2 * largest_unit(shape), shape.embedding * shape.tied + shape.head + 2 * shape.block)
 
 
 def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) -> list[Line]:
@@ -118,7 +116,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     is_full, name = job.method == "full", "fp32" if does.weight >= 4 else "bf16"
 
     def shared(cause: str, each: int, count: int, factor: str = "", when: str = "always") -> Line:
-        return Line(cause, _share(each * count, ranks), f"{factor or each} x {count:,} / {ranks}", when)
+        return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
     process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
@@ -152,7 +150,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     else:
         slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
         lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
-    moved = _share(does.temporary * sharded, ranks) + does.temporary * adapters
+    moved = -(-does.temporary * sharded // ranks) + does.temporary * adapters
     lines.append(Line("optimizer temporary", moved, f"{does.temporary} x trained parameters of this rank", "step"))
     return [line for line in lines if line.bytes]
 
@@ -199,22 +197,16 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     lines, mode = memory_lines(shape, job), precision_of(job.precision)
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
-    base = baseline + _share(stored * shape.parameters, job.num_ranks)
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
-    passing = job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits
     return {
-        "load": base + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
+        "load": baseline + -(-stored * shape.parameters // job.num_ranks) + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
         "train": train_peak(lines),
-        "eval": always + passing,
-        "save": always + _share(4 * shape.largest_tensor, job.num_ranks),
+        "eval": always + job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits,
+        "save": always + -(-4 * shape.largest_tensor // job.num_ranks),
         "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
     }
 
 
 def _bytes_at(lines: list[Line], when: str) -> int:
     return sum(line.bytes for line in lines if line.when == when)
-
-
-def _share(count: int, ranks: int) -> int:
-    return -(-count // ranks)

@@ -62,8 +62,7 @@ class Plan(Frozen):
 
     def to_summary(self) -> str:
         """What ``train`` prints of it: steps, fit and time."""
-        fit = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)} a rank may use"
-        return f"plan: {self.num_steps:,} steps, {fit}, {format_minutes(self.seconds_low, self.seconds_high)}"
+        return render("summary.txt", **vars(self))
 
 
 class Comparison(Frozen):

@@ -48,14 +48,13 @@ class Machine(Frozen):
 
 
 class Choice(Frozen):
-    """One way to run the recipe, and its memory."""
+    """One way to run the recipe, and its memory; ``peak_bytes``: the largest moment of the ranks."""
 
     job: Job
     micro_batch: tuple[int, str]
     moments: dict[str, int]
     reduce_each: bool  # after each micro-batch, so that no whole gradients are kept
 
-    # the largest moment of the ranks
     peak_bytes = property(lambda self: max(size for name, size in self.moments.items() if name != "merge"))
 
 
@@ -171,11 +170,10 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
     """The fastest choice that fits, if one can reducing gradients once a step (on CPU the first); else the least."""
     machine, fitting, others = facts.machine, [], []
-    usable = machine.usable_bytes(num_ranks)
     for choice in _choices(config, num_ranks, facts):
         if fitting and (machine.card is None or choice.reduce_each > fitting[0].reduce_each):
             break  # they come in order: nothing after these can be taken
-        (fitting if choice.peak_bytes <= usable else others).append(choice)
+        (fitting if choice.peak_bytes <= machine.usable_bytes(num_ranks) else others).append(choice)
     if len(fitting) < 2:
         return min(fitting or others, key=lambda choice: choice.peak_bytes)
     sizes, speeds = {choice.micro_batch for choice in fitting}, (machine.rates, machine.card)
@@ -235,15 +233,6 @@ def _micro_batches(config: RunConfig, facts: Facts, share: int) -> list[tuple[in
     return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
 
 
-def _apply(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The recipe with the changes of its keys; ``ranks`` is no key of it."""
-    for key, value in changes.items():
-        section, _, name = key.rpartition(".")
-        value = getattr(config, section).model_copy(update={name: value}) if section else value
-        config = config.model_copy(update={section or name: value}) if key != "ranks" else config
-    return config
-
-
 def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice) -> PlanError:
     machine, fitting = facts.machine, []
     may_use_bf16 = machine.rates.bf16 and choose_precision(config, machine) == "fp32"
@@ -253,8 +242,12 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         changes = {key: value for change in chosen for key, value in change.items()}
         if len(changes) < sum(map(len, chosen)) or any(fit.items() <= changes.items() for fit, *_ in fitting):
             continue
-        ranks = changes.get("ranks", num_ranks)
-        peak, allowed = choose(_apply(config, changes), ranks, facts).peak_bytes, machine.usable_bytes(ranks)
+        changed, ranks = config, changes.get("ranks", num_ranks)  # which is no key of the recipe
+        for key, value in (item for item in changes.items() if item[0] != "ranks"):
+            section, _, name = key.rpartition(".")
+            value = getattr(changed, section).model_copy(update={name: value}) if section else value
+            changed = changed.model_copy(update={section or name: value})
+        peak, allowed = choose(changed, ranks, facts).peak_bytes, machine.usable_bytes(ranks)
         fitting += [(changes, peak, allowed)] * (peak <= allowed)
         if len(fitting) == 3:
             break
@@ -328,7 +321,6 @@ def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch:
     sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
-
     area = sum(max(_area_of(cell, lengths) for cell in cells) for layout in layouts for cells in layout)
     scale = num_steps / len(sampled)
     evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))

@@ -47,11 +47,10 @@ def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
     from transformers import AutoConfig
     from fullshard.model.load import build_from_config, read_config
 
-    shipped = shipped_config(path)
-    if shipped is None:
-        config = read_config(path)
-    else:
+    if shipped := shipped_config(path):
         config = AutoConfig.for_model(**json.loads(shipped.read_text(encoding="utf-8"))["config"])
+    else:
+        config = read_config(path)
     config.get_text_config().vocab_size += num_added
     return build_from_config(config, path)
 
@@ -67,8 +66,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     positions = re.compile(r"(wpe|embed_positions|position_embeddings)\.weight$")
     tables = [weight for name, weight in parameters.items() if weight is table or positions.search(name)]
     embeddings = sum(weight.numel() for weight in tables if weight.dim() == 2)
-    output = model.get_output_embeddings()
-    head_matrix = (table if output is None else output.weight).numel()
+    head_matrix = (model.get_output_embeddings() or model.get_input_embeddings()).weight.numel()
     widths = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     intermediate = _first(settings, *widths) or 4 * settings.hidden_size
     heads = settings.num_attention_heads
@@ -134,12 +132,10 @@ def _mlp_copies(block: nn.Module, settings: Any) -> int:
 
 def _norm_width(block: nn.Module, attention_width: int, key_value_width: int) -> int:
     """Features that all norms of a block see; norms of one head's queries or keys see every head."""
-    total = 0
-    for name, module in block.named_modules():
-        weight = getattr(module, "weight", None)
-        if "norm" in type(module).__name__.lower() and weight is not None and weight.dim() == 1:
-            total += {"q_norm": attention_width, "k_norm": key_value_width}.get(name.split(".")[-1], weight.numel())
-    return total
+    norms = [(name, module) for name, module in block.named_modules() if "norm" in type(module).__name__.lower()]
+    weights = [(name.split(".")[-1], getattr(module, "weight", None)) for name, module in norms]
+    own = {"q_norm": attention_width, "k_norm": key_value_width}
+    return sum(own.get(name, one.numel()) for name, one in weights if one is not None and one.dim() == 1)
 
 
 def _first(settings: Any, *names: str) -> int | None:

@@ -14,7 +14,6 @@ from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import LOGIT_BYTES, Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
-PROBED = (0.9, 1.1)  # real speed / that of a probe of some steps: benchmarks/plan.py
 DEVICES_OF_A_NODE = 8  # as sold
 EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
 
@@ -130,8 +129,7 @@ def measure_rates(kind: str, cores: int) -> Rates:
 def timed_product(dtype: torch.dtype, kind: str) -> float:
     """Operations per second of one matrix product on one thread or device."""
     rows, inner, columns = (64, 768, 768) if kind == "cpu" else (8192, 8192, 8192)
-    left = torch.ones(rows, inner, dtype=dtype, device=kind)
-    right = torch.ones(inner, columns, dtype=dtype, device=kind)
+    left, right = (torch.ones(size, dtype=dtype, device=kind) for size in ((rows, inner), (inner, columns)))
     timer = Timer("left @ right", globals={"left": left, "right": right})  # on one thread; waits for an accelerator
     return 2 * rows * inner * columns / min(timer.blocked_autorange(min_run_time=0.05).times)
 
@@ -149,7 +147,7 @@ def run_seconds(
     seconds = micro_batch_seconds(*inputs)
     step = measured or each * seconds["total"]
     known = EFFICIENCY["cpu" if job.on_cpu else "devices"]["error"] if job.on_cpu or card else EFFICIENCY["unknown"]
-    slow, fast = PROBED if measured else known
+    slow, fast = EFFICIENCY["probed"] if measured else known
     count = work.num_steps * (1 + work.evaluated_tokens / work.padded_tokens / 3)  # a forward is a third of a step
     moved = 4 * shape.parameters + 12 * (shape.parameters if job.method == "full" else job.adapters)  # load and save
     starts = [start + moved / disk for start, disk in EFFICIENCY["fixed"]]

@@ -35,8 +35,7 @@ def round_step(largest: float, most: int) -> int:
 
 LOADER = FileSystemLoader(Path(__file__).parent)
 ENVIRONMENT = Environment(loader=LOADER, undefined=StrictUndefined, trim_blocks=True, autoescape=True)
-ENVIRONMENT.globals |= {"round_step": round_step, "amount": verdict.amount, "say": verdict.say}
-ENVIRONMENT.globals["verdict_words"] = verdict.words
+ENVIRONMENT.globals.update(round_step=round_step, amount=verdict.amount, say=verdict.say, verdict_words=verdict.words)
 HTML: Any = ENVIRONMENT.get_template("page.html").module  # the macros
 
 
@@ -56,7 +55,7 @@ def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
 def write_plan_page(found: Plan | Comparison, path: str | Path, lang: str = "en") -> Path:
     """Write the page of a plan; of a comparison, with its table and the recipe's own plan. Returns its path."""
     plan, say = found.own if isinstance(found, Comparison) else found, partial(_say, lang)
-    compared = [] if found is plan else [line for line in found.to_text().splitlines() if line]
+    compared = [] if found is plan else filter(None, found.to_text().splitlines())
     rows = [[say(cell) for cell in re.split(" {2,}", line)] for line in compared]
     facts = {"plan": plan, "say": say, "figures": plan_figures(plan, lang), "compared": rows}
     return write_page("plan", path, lang, moments=EXPLAIN["moments"], **facts)

@@ -58,8 +58,7 @@ class MetricsLog:
         self._bar.update(self._task, completed=step, state=(state := log_text("state", values)))
         every = max(1, (last - first) // LINES_WITHOUT_TERMINAL)
         if self._bar.disable and (step % every == 0 or step in (first + 1, last)):
-            left = self._step_seconds / (step - first) * (last - step)
-            self.say(f"step {step}/{last}  {state}  {left:.0f} s left")
+            self.say(f"step {step}/{last}  {state}  {self._step_seconds / (step - first) * (last - step):.0f} s left")
         if values.get("planned_seconds") and step == min(first + STEPS_TO_JUDGE, last):
             self.say(log_text("against_plan", values))
 

@@ -13,8 +13,7 @@ from fullshard.frozen import Frozen
 from fullshard.model.blocks import find_units, is_adapter
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-LOG_TEXT = Path(__file__).with_name("log.txt").read_text(encoding="utf-8")
-LOG = Template(LOG_TEXT, trim_blocks=True).make_module({"names": NAMES})
+LOG = Template(Path(__file__).with_name("log.txt").read_text("utf-8"), trim_blocks=True).make_module({"names": NAMES})
 GROWTH_STEPS = 1000  # good steps in a row after which fp16's loss scale doubles
 
 
@@ -46,7 +45,7 @@ def log_text(macro: str, *facts: Any) -> str:
 
 @dataclass
 class LossScale:
-    """fp16's dynamic loss scale, a power of 2, and the steps that moved nothing. The other modes keep 1."""
+    """fp16's dynamic loss scale, a power of 2, and the steps that moved nothing; others keep 1, and show no metrics."""
 
     value: float
     good_steps: int = 0
@@ -61,7 +60,6 @@ class LossScale:
             self.value *= 2 if good else 0.5
         return True
 
-    # what progress and metrics show; fp16 only
     metrics = property(lambda self: {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 else {})
 
 

@@ -41,8 +41,7 @@ def build_sharded(
 ) -> Built:  # fmt: skip
     """Build on meta, add adapters, shard, load: collective. ``new_ids``: added tokens; ``reduce_each``: shard_model."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
-    files = WeightFiles(config.model.path)
-    fingerprint = files.fingerprint()
+    fingerprint = (files := WeightFiles(config.model.path)).fingerprint()
     for rank, other in enumerate(ranks.gather_objects(fingerprint)):
         if other != fingerprint:
             raise refusal("other_model", path=config.model.path, rank=rank, own=ranks.rank)
@@ -94,19 +93,17 @@ def check_buffers(model: torch.nn.Module, ranks: Ranks) -> str:
 @torch.no_grad()
 def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str, AdapterPlace], seed: int) -> None:
     """Fill this rank's shards. ``magnitudes``: DoRA's places by module, read whole one at a time."""
-    for shard in sharded.shards():
-        if shard.start >= shard.stop:
-            continue
+    for shard in (shard for shard in sharded.shards() if shard.start < shard.stop):
         if ".lora_magnitude_vector." in shard.name:
             place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]
             # at first the norm of what each output reads (arXiv 2402.09353, 4), since B is zero
             whole = weights.read_whole(place.parameter).float().norm(dim=0 if place.layout == "conv1d" else 1)
-            shard.value.copy_(whole[shard.start : shard.stop])
+            values = whole[shard.start : shard.stop]
         elif is_adapter(shard.name):
-            whole = start_value(shard.name, shard.full_shape, seed).reshape(-1)
-            shard.value.copy_(whole[shard.start : shard.stop])
+            values = start_value(shard.name, shard.full_shape, seed).reshape(-1)[shard.start : shard.stop]
         else:
-            shard.value.copy_(weights.read(base_name(shard.name), shard.start, shard.stop))
+            values = weights.read(base_name(shard.name), shard.start, shard.stop)
+        shard.value.copy_(values)
 
 
 @torch.no_grad()
@@ -137,7 +134,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
     model, failures = built.loss_model, []
     tokens = [torch.tensor([row], device=device) for row in rows]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
-    num_blocks = len(find_blocks(model.causal_lm)[1])
+    depth = len(find_blocks(model.causal_lm)[1])
     model.eval()  # dropout would make the two differ
     while not failures or model.attends_by_document:
         if failures:
@@ -150,14 +147,13 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         largest, second = apart.abs().max().clamp_min(1e-6), slice(len(rows[0]), None)
         difference = float((packed - apart).abs().max() / largest)
         leak = float((packed - other)[:, second].abs().max() / largest)  # sharper: isolated rows hardly differ in a bit
-        reached = len(documents.layers) if documents else num_blocks
+        reached = len(documents.layers) if documents else depth
         way = "attention by document" if documents else "masks"
-        apart_enough = leak <= LEAK_TOLERANCE[precision.compute] and reached == num_blocks
+        apart_enough = leak <= LEAK_TOLERANCE[precision.compute] and reached == depth
         if apart_enough and difference <= LOSS_PATH_TOLERANCE[precision.compute]:
             model.train()
             return f"packing: rows kept apart by {way} (logits differ by {difference:.1e} of the largest)"
-        worst = max(difference, leak)
-        failures.append(f"{way}: {reached} of {num_blocks} blocks reached, logits differ by {worst:.1e}")
+        failures.append(f"{way}: {reached} of {depth} blocks reached, logits differ by {max(difference, leak):.1e}")
     model.train()
     raise refusal("not_kept_apart", family=type(model.causal_lm).__name__, failures="; ".join(failures))
 

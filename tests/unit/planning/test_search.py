@@ -115,9 +115,18 @@ def test_the_recipes_micro_batch_is_kept(on_machine, recipe):
 
 def test_micro_batch_is_bounded_by_the_step_and_holds_the_longest_row(on_machine, recipe):
     facts = read_facts(recipe())
-    assert choose(recipe(), 2, facts).micro_batch == (128, "tokens")  # 5 rows x 18 tokens x 1.3, in steps of 64
+    assert choose(recipe(), 2, facts).micro_batch == (128, "tokens")  # 5 rows x 18 tokens, in steps of 64
     large = recipe(data={"max_length": 64}, train={"global_batch": "1 rows"})
     assert choose(large, 2, facts).micro_batch == (64, "tokens")
+
+
+def test_the_largest_step_is_one_micro_batch_where_that_fits(on_machine, recipe, tmp_path):
+    """4 rows a step on 2 ranks: mostly 100 tokens a rank, but 1,000 where the four longest rows meet."""
+    config, facts = facts_of_a_larger_model(recipe, tmp_path, [50] * 96 + [500] * 4)
+    train = config.train.model_copy(update={"global_batch": "4 rows", "micro_batch": None})
+    data = config.data.model_copy(update={"max_length": 512, "packing": True})
+    found = choose(config.model_copy(update={"train": train, "data": data}), 2, facts)
+    assert found.micro_batch == (1024, "tokens") and not found.job.accumulates
 
 
 def test_full_fine_tuning_in_several_micro_batches_keeps_whole_gradients(on_machine, recipe):

@@ -16,7 +16,7 @@ LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal c
 
 
 def start_tracker(name: str, run: Path) -> tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]:
-    """What logs (values, step), and what ends. tensorboard: in the run folder; WANDB_MODE, SWANLAB_MODE rule the others."""
+    """To log (values, step), and to end. tensorboard: in the run folder; others: as WANDB_MODE, SWANLAB_MODE say."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

@@ -7,7 +7,7 @@ import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 from fullshard.errors import ConfigError, refusal
 from fullshard.words import answer_word
 
@@ -20,9 +20,6 @@ def parse_quantity(text: str) -> tuple[int, str]:
     if not match or int(re.sub("[_,]", "", match.group(1))) < 1:
         raise ValueError(f'needs a count of at least 1 and its unit, "64 rows" or "65536 tokens"; it is {text!r}')
     return int(re.sub("[_,]", "", match.group(1))), match.group(2)
-
-
-Quantity = Annotated[str, BeforeValidator(lambda text: (text is None or parse_quantity(text)) and text)]
 
 
 class Section(BaseModel):
@@ -38,9 +35,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _plain(cls, value: object, info: Any) -> object:
+    def _plain(cls, value: object, info: ValidationInfo) -> object:
         """A truth value is no number, and NUL is in no path; both would be taken for something else without a word."""
-        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name].annotation):
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
             raise ValueError(f"needs a value of its own, not {str(value).lower()}")
         if isinstance(value, str) and "\0" in value:
             raise ValueError(f"holds a NUL character; it is {value!r}")
@@ -102,9 +99,9 @@ class TrainSection(Section):
     epochs: float = Field(1.0, gt=0, le=10_000)
     max_steps: int | None = Field(None, ge=1)
     learning_rate: float | None = Field(None, gt=0)
-    global_batch: Quantity = "32 rows"
+    global_batch: str = "32 rows"
     drop_last: bool = False
-    micro_batch: Quantity | None = None
+    micro_batch: str | None = None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure"] = "auto"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     weight_decay: float = Field(0.0, ge=0)
@@ -121,6 +118,13 @@ class TrainSection(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(default_factory=list)
     router_loss: bool = False
     seed: int = Field(0, ge=0, le=2**62)
+
+    @field_validator("global_batch", "micro_batch", mode="before")
+    @classmethod
+    def _with_unit(cls, value: Any) -> object:
+        if value is not None:
+            parse_quantity(value)
+        return value
 
 
 class RunConfig(Section):

@@ -281,8 +281,7 @@ class ChunkRenderer:
         if length > limit:
             book.count("cut", row.origin)
             book.tokens_cut += length - limit
-        for stop in kept.stops:
-            book.stops[str(ids[stop])] += 1
+        book.stops.update(str(ids[stop]) for stop in kept.stops)
         file, _, line = row.origin.rpartition(":")
         part.tokens.append(ids)
         part.supervised.extend(kept.supervised)

@@ -84,7 +84,6 @@ def read_host() -> Host:
                 found = re.search(rf"^{used} (\d+)$", statistics, re.MULTILINE)
                 total, available = int(text), min(available, max(0, int(text) - int(found[1] if found else 0)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    information = Path("/proc/cpuinfo")
-    text = information.read_text(errors="replace") if information.is_file() else ""
+    text = information.read_text(errors="replace") if (information := Path("/proc/cpuinfo")).is_file() else ""
     found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE | re.IGNORECASE)
     return Host(found[1].strip() if found else platform.processor() or platform.machine(), cores, total, available)

@@ -11,13 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fullshard.errors import refusal
 from fullshard.train.precision import log_text
 
-Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # (values, step), and the end
 STEPS_TO_JUDGE = 3  # after which the plan's memory and time stand beside what was measured
 LINES_WITHOUT_TERMINAL = 10  # progress lines of a whole run where no terminal can redraw a bar
 
 
-def start_tracker(name: str, run: Path) -> Tracker:
-    """tensorboard: in the run folder. wandb, swanlab: where WANDB_MODE and SWANLAB_MODE say, in project fullshard."""
+def start_tracker(name: str, run: Path) -> tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]:
+    """To log (values, step), and to end. tensorboard: in the run folder; others: as WANDB_MODE, SWANLAB_MODE say."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

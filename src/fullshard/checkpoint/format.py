@@ -76,7 +76,7 @@ def read_manifest(folder: Path, hashes: bool = False) -> Manifest:
     path = folder / MANIFEST
     if absent := next((name for name in (MANIFEST, COMPLETE) if not (folder / name).is_file()), None):
         raise CheckpointError(f"{folder} is no finished checkpoint: {absent} is missing.", "Use another step.")
-    if hash_file(folder / COMPLETE) != xxhash.xxh3_128_hexdigest(MARK.format(MANIFEST, hash_file(path))):
+    if hash_file(folder / COMPLETE) != xxhash.xxh3_128_hexdigest(MARK.format(MANIFEST, hash_file(path)).encode()):
         raise refusal("not_as_marked", folder=folder, manifest=MANIFEST, complete=COMPLETE)
     if (values := read_json(path)).get("format") != FORMAT:
         raise CheckpointError(f"Checkpoint format {values.get('format')!r}, not {FORMAT}.", "Update fullshard.")

@@ -169,6 +169,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     from fullshard.data.prepared import partial_folder, prepare, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model import fetch, load, weight_map
+    from fullshard.planning.plan import render
     from fullshard.planning.search import make_plan
     from fullshard.train.loss import find_router_loss
 
@@ -218,7 +219,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     if not quiet:
         fetched = [f"model: {asked.path} is {folder}"] if asked.path != config.model.path else []
         notes = load.mended(read_json(folder / load.GENERATION_CONFIG, optional=True))[1]  # what a merge will change
-        print("\n".join([*fetched, *notes, *account["report"], plan.to_summary()]))
+        print("\n".join([*fetched, *notes, *account["report"], render("summary.txt", **vars(plan))]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:

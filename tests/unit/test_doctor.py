@@ -320,7 +320,7 @@ def test_a_recipe_that_can_run(job):
     assert list(found) == ["data", "template", "memory for it", "disk for it"]
     assert found["data"].finding == "the first 8 rows of rows.jsonl can be read"
     assert "29% of the tokens are learned; answers end with '<|end|>' (id 7)" in found["template"].finding
-    assert re.search(r"[\d.]+ [MG]B of [\d.]+ GB a rank in fp32; to merge", found["memory for it"].finding)
+    assert re.search(r"[\d.]+ [MG]B of [\d.]+ GB a rank in (fp32|bf16); to merge", found["memory for it"].finding)
     parameters = sum(value.numel() for value in load_all(job / "model"))
     assert f"2 + 1 checkpoints of {(12 * parameters + 64 * 64) / 1e3:.3g} kB" in found["disk for it"].finding
     assert not (job / "run").exists()

@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.errors import MergeError, refusal
 from fullshard.frozen import Frozen
 from fullshard.merge.adapter import ASK_BASE
-from fullshard.merge.writer import ExactWeights, OutputTensor
+from fullshard.merge.writer import ExactWeights, OutputTensor, one_thread
 from fullshard.model.blocks import find_blocks
 from fullshard.model.load import FileTensor, WeightFiles, build_on_meta
 from fullshard.model.weight_map import WeightMap
@@ -100,6 +100,7 @@ def prove(
     return stored, unrounded, changes
 
 
+@one_thread()
 def _compare_bits(output: OutputTensor, written: FileTensor, base: FileTensor) -> float:
     """How far (Euclidean) a tensor's old rows are from the base's. MergeError unless it is written, bit for bit."""
     position, squares = 0, 0.0

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 import torch
@@ -17,6 +18,15 @@ from fullshard.model.load import DTYPE_NAMES, INDEX
 
 SHARD_BYTES = 4 * 10**9
 BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Blocks are too small to be shared: on busy cores torch's threads wait for each other, 20 s instead of 3 (LOG)."""
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        yield
 
 
 class OutputTensor(Frozen):
@@ -106,6 +116,7 @@ def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> list[OutputT
     return outputs
 
 
+@one_thread()
 def write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Write ``tensors`` in Hugging Face's layout, but files that are there; their names. MergeError: not finite."""
     by_name = {tensor.name: tensor for tensor in tensors}

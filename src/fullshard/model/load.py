@@ -48,9 +48,11 @@ def check_model_folder(path: str | Path, weights: bool = True) -> Path:
 def weight_names(folder: Path, single: str = SINGLE, kind: type[UserError] = ModelError) -> list[str]:
     """The weight files that a folder means, there or not: those of its index, else ``single``. Raises ``kind``."""
     if (index := folder / f"{single}.index.json").is_file():
-        with Blame(kind, f"{index} is damaged: it holds no weight_map of files beside it", AGAIN):
+        with Blame(kind, f"{index} is damaged: it holds no weight_map", AGAIN):
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            return [names[names.index(Path(name).name)] for name in names]
+            if outside := [name for name in names if Path(name).name != name]:
+                raise kind(f"{index} names {outside[0]}, which lies outside of its folder.", AGAIN)
+            return names
     return [single]
 
 

@@ -60,10 +60,6 @@ class Plan(Frozen):
         """The report, of several lines; ``explain``: with each formula and its numbers."""
         return render("plan.txt", **vars(self), explain=explain)
 
-    def to_summary(self) -> str:
-        """What ``train`` prints of it: steps, fit and time."""
-        return render("summary.txt", **vars(self))
-
 
 class Comparison(Frozen):
     """Plans of one recipe as full and as LoRA on several numbers of ranks, of which ``own`` is the recipe's."""

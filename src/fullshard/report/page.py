@@ -139,8 +139,8 @@ def _near(train: PreparedData, held_out: PreparedData | None = None) -> dict[str
 
 def _figures(data: PreparedData) -> dict[str, Any]:
     middle, most = np.percentile(data.lengths, [50, 95], method="inverted_cdf").tolist()
-    share = f"{data.supervised.sum() / data.lengths.sum():.1%}"
-    return {"share": share, "shortest": int(data.lengths.min()), "median": middle, "most": most}
+    found = {"share": f"{data.supervised.sum() / data.lengths.sum():.1%}", "shortest": int(data.lengths.min())}
+    return found | {"median": middle, "most": most}
 
 
 def _histogram(values: np.ndarray) -> dict[str, int]:

@@ -17,7 +17,8 @@ class Guard:
     def __init__(self, folder: Path, rank: int, signals: tuple[int, ...], nccl: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         self._stacks = open(folder / f"rank_{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
-        self.asked, self._longest, self._last, self._nccl = 0, 0.0, float("inf"), nccl
+        self._least = LEAST_WITH_NCCL if nccl else LEAST_SECONDS
+        self.asked, self._longest, self._last = 0, 0.0, float("inf")
         for number in signals:
             signal.signal(number, lambda number, frame: setattr(self, "asked", number))
         if signal.SIGTERM not in signals:  # the launcher ends the others of a failed rank: they leave theirs, too
@@ -27,8 +28,7 @@ class Guard:
         """Before a micro-batch, of training or of an evaluation; ``saving``: after the last, before a checkpoint."""
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), float("inf") if saving else now
-        least = LEAST_WITH_NCCL if self._nccl else LEAST_SECONDS
-        limit = SAVING_SECONDS if saving else max(least, SLOWER * self._longest)
+        limit = SAVING_SECONDS if saving else max(self._least, SLOWER * self._longest)
         faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
 
     def close(self) -> None:

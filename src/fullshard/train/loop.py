@@ -5,8 +5,9 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -155,13 +156,9 @@ class Trainer:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
         train = self.config.train
         for number, (epoch, window) in enumerate(self.steps[first_step:], first_step + 1):
-            try:
+            with ExitStack() as stack:
+                stack.push(partial(self._say_where, number, window))
                 asked = self._step(number, epoch, window)
-            except Exception as error:
-                rows = [row for micro in self._layout(window) for cell in micro[self.ranks.rank] for row in cell]
-                places = ", ".join(f"{row} ({self.data.origin(row)})" for row in rows[:8])
-                error.add_note(f"step {number}, this rank's rows: {places}{' ...' * (len(rows) > 8)}")
-                raise
             last = number == len(self.steps)
             ends_epoch = last or self.steps[number][0] != epoch
             due = number % train.eval_every == 0 if train.eval_every else ends_epoch
@@ -173,6 +170,12 @@ class Trainer:
                 self.saver.wait()
                 raise refusal("stopped", step=number, run=self.run)
         self.saver.wait()
+
+    def _say_where(self, number: int, window: np.ndarray, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error:
+            rows = [row for micro in self._layout(window) for cell in micro[self.ranks.rank] for row in cell]
+            places = ", ".join(f"{row} ({self.data.origin(row)})" for row in rows[:8])
+            error.add_note(f"step {number}, this rank's rows: {places}{' ...' * (len(rows) > 8)}")
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> int:
         """One optimizer step over whole documents, whose supervised tokens divide the loss; the stop signal, or 0."""

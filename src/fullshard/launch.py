@@ -31,6 +31,7 @@ from fullshard.errors import ERROR_TYPES, Blame, ConfigError, DataError, TrainEr
 from fullshard.run_folder import claim_run, list_checkpoints, read_json, require_run, write_json
 
 Recipe = RunConfig | str | Path
+Place, Count = str | Path, int | None
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
@@ -87,9 +88,7 @@ def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: in
     shutil.rmtree(run)
 
 
-def resume_run(
-    run: str | Path, ranks: int | None = None, step: int | None = None, steps: int | None = None, quiet: bool = False
-) -> Any:
+def resume_run(run: Place, ranks: Count = None, step: Count = None, steps: Count = None, quiet: bool = False) -> Any:
     """Go on with a run from its newest (or the given) checkpoint, on any number of ranks; returns its TrainResult.
     ``steps``: train so many in all, instead of what the recipe means; the learning rate follows."""
     run = Path(run)
@@ -242,8 +241,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    if mode in MODES:
-        claim_run(run).close()  # by whoever trains it, whose errors/ these would be
+    claim_run(run).close() if mode in MODES else None  # by whoever trains it, whose errors/ these would be
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     asked: list[int] = []

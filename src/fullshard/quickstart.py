@@ -151,7 +151,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     console.print("\n[bold]5 Merge[/]")
     with console.status("merging") as status:
         merged = fullshard.merge_run(trained.run, progress=lambda text: status.update(text))
-    print(merged.to_text())
+    print("\n".join(merged.lines))
     console.print("\n[bold]6 Before and after, on questions that training never saw[/]")
     tuned = {language: replace(one, base=base[language]) for language, one in _evaluate(merged.folder, console).items()}
     console.print(_answer_table(tuned))

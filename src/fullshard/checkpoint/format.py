@@ -110,10 +110,6 @@ class Verification(Frozen):
     found: tuple[tuple[str, str], ...]
     healthy = property(lambda self: not any(problem for _, problem in self.found))  # all are whole
 
-    def to_text(self) -> str:
-        """A line each."""
-        return "\n".join(f"{'DAMAGED' if problem else 'whole  '}  {place}  {problem}" for place, problem in self.found)
-
 
 def verify(path: str | Path) -> Verification:
     """Read every byte of a run's checkpoints and merged folder, or of one such folder. ConfigError: it is neither."""

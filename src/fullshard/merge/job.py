@@ -33,7 +33,7 @@ PROMPT = range(1, 17)  # token ids that a proof is computed on where the source 
 
 
 class MergeResult(Frozen):
-    """A published merge. ``line`` is the proof; ``to_text()`` is all there is to print."""
+    """A published merge. ``line`` is the proof; ``lines`` are all there is to print: what moved, was changed."""
 
     folder: Path
     step: int | None  # None: of another tool
@@ -41,10 +41,6 @@ class MergeResult(Frozen):
     lines: tuple[str, ...]
     proof: Comparison  # of the stored weights with the training state
     seconds: float
-
-    def to_text(self) -> str:
-        """The lines to print: adapters that moved, what had to be changed, the proof, the folder."""
-        return "\n".join(self.lines)
 
 
 class Inputs:

@@ -69,7 +69,7 @@ def test_export_is_complete_and_a_clean_process_loads_it(tmp_path, base):
         "chat_template.jinja", "README.md", "merge.json",
     }  # fmt: skip
     assert (result.folder / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
-    assert "temperature 0.9 removed, refused by transformers: `temperature`" in result.to_text()
+    assert "temperature 0.9 removed, refused by transformers: `temperature`" in "\n".join(result.lines)
     config = json.loads((result.folder / "config.json").read_text())
     generation = json.loads((result.folder / "generation_config.json").read_text())
     assert config["eos_token_id"] == generation["eos_token_id"] == [EOS, END]

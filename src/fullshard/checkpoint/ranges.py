@@ -190,7 +190,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, moments: Moments) -> Ma
     checkpoint = OwnCheckpoint(folder)
     here = {(stored_name(shard.name), shard.full_shape) for shard in sharded.shards() if shard.trainable}
     if strange := here ^ {(name, stored.shape) for name, stored in checkpoint.weights.items()}:
-        raise refusal("other_model", folder=folder, name=min(strange)[0], count=len({name for name, _ in strange}))
+        raise refusal("not_its_state", folder=folder, name=min(strange)[0], count=len({name for name, _ in strange}))
     for name, kind, shard, value in _trained_ranges(sharded, moments):
         value.copy_(checkpoint.read(name, kind, shard.start, shard.stop, value))
     return checkpoint.manifest

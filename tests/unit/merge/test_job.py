@@ -77,7 +77,7 @@ def test_lora_equals_pefts_own_merge(tmp_path, family, targets):
         assert (parameter - expected[name]).abs().max() <= 1e-6, name
         moved += not torch.equal(parameter, before[name])
     assert moved == len(adapters) // 2
-    assert f"adapters: {moved} of {moved} have moved" in result.to_text()
+    assert f"adapters: {moved} of {moved} have moved" in "\n".join(result.lines)
     assert (logits_of(merged) - logits_of(original)).abs().max() > 1e-3
 
 

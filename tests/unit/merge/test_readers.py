@@ -195,7 +195,7 @@ def test_peft_adapters(tmp_path, base, kind):
     tuned = peft_adapter(base, tmp_path / "adapter", **PEFT_KINDS[kind])
     result = merge_run(tmp_path / "adapter", base=str(base))
     assert result.folder == tmp_path / "adapter_merged"
-    assert "adapters: 4 of 4 have moved" in result.to_text()
+    assert "adapters: 4 of 4 have moved" in "\n".join(result.lines)
     assert torch.allclose(logits_of(load_fp32(result.folder)), logits_of(tuned), atol=2e-6)
     own = tuned.merge_and_unload().state_dict()
     for name, value in load_fp32(result.folder).state_dict().items():
@@ -384,7 +384,7 @@ def test_check_repeats_the_proof(tmp_path, base, tuned):
     torch.save(tuned.state_dict(), tmp_path / "model.pt")
     merged = merge_run(tmp_path / "model.pt", tmp_path / "out", base=str(base))
     again = merge_run(merged.folder, check=True)
-    assert again.line == merged.line and "is what was merged" in again.to_text()
+    assert again.line == merged.line and "is what was merged" in "\n".join(again.lines)
     file = merged.folder / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

@@ -71,7 +71,15 @@ def test_a_step_of_two_micro_batches(job, capsys, monkeypatch):
     before = set(job.iterdir())
     recipe = yaml.safe_load((job / "recipe.yaml").read_text(encoding="utf-8"))
     assert "engine" not in recipe  # auto: a trace takes the simple engine anyway
-    wish = ["train.micro_batch=1 rows", "train.recompute=blocks", "--ranks", "2", "--output", "step.html"]
+    wish = [
+        "train.micro_batch=1 rows",
+        "train.recompute=blocks",
+        "train.precision=fp32",
+        "--ranks",
+        "2",
+        "--output",
+        "step.html",
+    ]
     code, out, errors = run(capsys, "trace", "recipe.yaml", *wish)
     assert code == 0, errors
     assert "as often as the formula says" in out and out.splitlines()[-1] == "Page: step.html"

@@ -5,19 +5,19 @@ import signal
 import time
 from pathlib import Path
 
-# A rank hangs: so long without a forward (with NCCL longer than collectives wait, 600 s: its flight recorder has then
-# written), and so many times the longest so far; or so long in a save.
-LEAST_SECONDS, LEAST_WITH_NCCL, SLOWER, SAVING_SECONDS = 300.0, 660.0, 20, 7200.0
+# A rank hangs: so long without a forward (on accelerators longer than collectives wait, 600 s: NCCL's flight recorder
+# has then written), and so many times the longest so far; or so long in a save.
+LEAST_SECONDS, LEAST_ON_ACCELERATOR, SLOWER, SAVING_SECONDS = 300.0, 660.0, 20, 7200.0
 
 
 class Guard:
     """Signals ask a rank to stop after its step. ``beat`` says that it lives: where none comes in time, the stacks of
     its threads are written to ``folder`` and it ends."""
 
-    def __init__(self, folder: Path, rank: int, signals: tuple[int, ...], nccl: bool = False) -> None:
+    def __init__(self, folder: Path, rank: int, signals: tuple[int, ...], accelerator: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         self._stacks = open(folder / f"rank_{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
-        self._least = LEAST_WITH_NCCL if nccl else LEAST_SECONDS
+        self._least = LEAST_ON_ACCELERATOR if accelerator else LEAST_SECONDS
         self.asked, self._longest, self._last = 0, 0.0, float("inf")
         for number in signals:
             signal.signal(number, lambda number, frame: setattr(self, "asked", number))

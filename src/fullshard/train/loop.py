@@ -17,7 +17,7 @@ from fullshard.config import RunConfig
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, make_batch, open_prepared
-from fullshard.device import collective_backend, peak_memory_bytes, reset_peak_memory, set_fast_fp32
+from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import ConfigError, TrainError, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.adapters import peft_config_text
@@ -62,7 +62,7 @@ def run_rank(
 ) -> None:  # fmt: skip
     """Train (or resume) ``run`` on this rank; rank 0 writes and prints. ``signals``: save, then raise Stopped."""
     set_fast_fp32(False)
-    guard = Guard(run / ERRORS, ranks.rank, signals, nccl="nccl" in collective_backend(ranks.device.type))
+    guard = Guard(run / ERRORS, ranks.rank, signals, accelerator=ranks.host is not None)
     started = time.perf_counter()
     data = open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None

@@ -33,7 +33,7 @@ def test_twenty_times_the_longest_micro_batch_and_at_least_five_minutes(limits):
     assert limits(1061.0) == 20 * 50
 
 
-@pytest.mark.parametrize("limits", [{"nccl": True}], indirect=True)
+@pytest.mark.parametrize("limits", [{"accelerator": True}], indirect=True)
 def test_nccl_gives_up_first_and_leaves_its_records(limits):
     assert limits(0.0) == 660 > COLLECTIVE_TIMEOUT_SECONDS
     assert limits(40.0) == 20 * 40

@@ -27,7 +27,7 @@ import yaml
 from fullshard import doctor, run_folder
 from fullshard.checkpoint.format import newest_good, read_manifest
 from fullshard.config import RunConfig, config_from_dict, load_config
-from fullshard.errors import ERROR_TYPES, Blame, ConfigError, DataError, TrainError, UserError, refusal
+from fullshard.errors import ERROR_TYPES, Blame, ConfigError, DataError, TrainError, UserError, read_refusals, refusal
 from fullshard.run_folder import claim_run, list_checkpoints, read_json, require_run, write_json
 
 Recipe = RunConfig | str | Path
@@ -283,10 +283,12 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
 
 
 def _first_failure(run: Path, error: Any) -> UserError:
-    """A problem that a rank named, else a rank ended by a signal (not SIGTERM), else the first exception."""
+    """A problem that a rank named, not that it lost one; else a rank ended by a signal; else the first exception."""
     records = sorted(map(read_json, (run / run_folder.ERRORS).glob("rank_*.json")), key=lambda record: record["time"])
+    lost = read_refusals()["rank_lost"][1][0].partition(":")[0]
+    killed = [one for one in error.failures.items() if one[1].exitcode < 0 and one[1].exitcode != -signal.SIGTERM]
     for record in records:
-        if record["type"] in ERROR_TYPES:
+        if record["type"] in ERROR_TYPES and not (killed and record["message"].startswith(lost)):
             found = ERROR_TYPES[record["type"]](record["message"], record["hint"])
             found.exit_code = record["exit_code"]
             return found
@@ -294,18 +296,17 @@ def _first_failure(run: Path, error: Any) -> UserError:
     if hung := [path.stem for path in stacks if path.read_text().startswith("Timeout")]:
         return refusal("hung", ranks=", ".join(hung), folder=run / run_folder.ERRORS, run=run)
     plan_it = f"fullshard plan {run / run_folder.RECIPE}"
-    for rank, failure in sorted(error.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            often = " (often: out of memory)" * (failure.exitcode == -9)
-            return refusal("ended_by_signal", rank=rank, signal=-failure.exitcode, often=often, plan_it=plan_it)
+    if killed:
+        rank, number = min((rank, -failure.exitcode) for rank, failure in killed)
+        often = " (often: out of memory)" * (number == 9)
+        return refusal("ended_by_signal", rank=rank, signal=number, often=often, plan_it=plan_it)
     if records:
         rank, kind, message = (records[0][key] for key in ("rank", "type", "message"))
         if kind == "OutOfMemoryError":
             return refusal("out_of_memory", rank=rank, message=message, plan_it=plan_it)
         return refusal("rank_raised", rank=rank, kind=kind, message=message, folder=run / run_folder.ERRORS)
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-    go_on = f"Its output stands above. Go on: fullshard resume {run}"
-    return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}.", go_on)
+    return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}, see above.", f"fullshard resume {run}")
 
 
 def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
@@ -395,7 +396,7 @@ def rank_main(arguments: list[str]) -> int:
             (run / run_folder.ERRORS).mkdir(exist_ok=True)
             write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record)
         except OSError:  # of a full disk, say
-            print(f"Rank {rank}: {message}", file=sys.stderr)
+            print(f"Rank {rank}: {message}. Go on: fullshard resume {run}", file=sys.stderr)
         return code
 
 

@@ -11,7 +11,7 @@ LEAST_SECONDS, LEAST_ON_ACCELERATOR, SLOWER, SAVING_SECONDS = 300.0, 660.0, 20, 
 
 
 class Guard:
-    """Signals ask a rank to stop. Without a ``beat`` in time the stacks of its threads go to ``folder``, and it ends."""
+    """Signals ask a rank to stop. Without a ``beat`` in time the stacks of its threads go to ``folder`` and it ends."""
 
     def __init__(self, folder: Path, rank: int, signals: tuple[int, ...], accelerator: bool = False) -> None:
         folder.mkdir(exist_ok=True)

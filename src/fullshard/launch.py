@@ -404,4 +404,4 @@ if __name__ == "__main__":
     code = rank_main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code) if code else sys.exit(0)
+    os._exit(code)  # at a usual exit gloo's threads may abort what has succeeded

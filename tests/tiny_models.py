@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -95,6 +96,16 @@ def make_model(folder: str | Path, family: str = "llama", tied: bool = False, se
     model.generation_config.eos_token_id = [EOS]
     model.save_pretrained(Path(folder))
     return Path(folder)
+
+
+ONE_RANK = SimpleNamespace(
+    is_first=True,
+    rank=0,
+    barrier=lambda: None,
+    gather_objects=lambda value: [value],
+    num_ranks=1,
+    agree=lambda task=None: [task() if task else None],
+)  # what a Saver asks of Ranks, of one rank without a process group
 
 
 def make_job(folder: Path, num_rows: int) -> Path:

@@ -133,15 +133,20 @@ def test_shard_inside_and_replicate_across(engine: str) -> None:
         assert not {case: worst for case, worst in found.items() if worst > 1e-12}
 
 
-def gradients_of_a_step(ranks: Ranks, sharded: Any, step: int) -> list[torch.Tensor]:
-    with sharded.microbatch(True):
-        sharded.module(tokens_of(step, 0, ranks.rank)).backward()
+def take_gradients(sharded: Any) -> list[torch.Tensor]:
+    """The sums of this rank's ranges; then the step is over."""
     found = [part.gradient.clone() for part in sharded.shards() if part.trainable]
     for group in sharded.optimizer_groups():
         for _, tensor in group["params"]:
             tensor.grad = None
     sharded.after_step()
     return found
+
+
+def gradients_of_a_step(ranks: Ranks, sharded: Any, step: int) -> list[torch.Tensor]:
+    with sharded.microbatch(True):
+        sharded.module(tokens_of(step, 0, ranks.rank)).backward()
+    return take_gradients(sharded)
 
 
 def fail_in_the_middle(ranks: Ranks, recompute: bool) -> bool:
@@ -184,12 +189,7 @@ def fail_between_sums(ranks: Ranks, frozen: bool, strategy: str, reduce_each: bo
             finally:
                 if hook:
                     hook.remove()
-        found = [part.gradient.clone() for part in sharded.shards() if part.trainable]
-        for group in sharded.optimizer_groups():
-            for _, tensor in group["params"]:
-                tensor.grad = None
-        sharded.after_step()
-        return found
+        return take_gradients(sharded)
 
     first = step()
     for failing in (model.blocks[2].register_forward_hook, model.blocks[1].lora_B.register_full_backward_hook):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import ONE_RANK
 
 import fullshard
 from fullshard import cli
@@ -16,14 +17,6 @@ from fullshard.errors import CheckpointError
 from fullshard.run_folder import list_checkpoints
 from fullshard.shard import Shard
 
-RANK = SimpleNamespace(
-    is_first=True,
-    rank=0,
-    barrier=lambda: None,
-    gather_objects=lambda value: [value],
-    num_ranks=1,
-    agree=lambda task=None: [task() if task else None],
-)
 SHARD = Shard("w", (5000,), 0, 5000, torch.zeros(5000), None, trainable=True, is_copy=False)  # 20 kB
 SHARDED = SimpleNamespace(shards=lambda: [SHARD])
 FACTS = {"method": "full", "base_model": "/m", "trainer": {}}
@@ -31,7 +24,7 @@ FACTS = {"method": "full", "base_model": "/m", "trainer": {}}
 
 def save(run, step):
     proof = {"tokens": torch.zeros(1, 2, dtype=torch.long), "logits": torch.zeros(2, 3)}
-    return Saver(run, RANK, keep_last=2).save(step, SHARDED, {}, FACTS, {PROOF: proof})
+    return Saver(run, ONE_RANK, keep_last=2).save(step, SHARDED, {}, FACTS, {PROOF: proof})
 
 
 @pytest.mark.parametrize("limit_bytes", [10_000, 200])

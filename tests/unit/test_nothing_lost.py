@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import make_model, make_tokenizer
+from tiny_models import ONE_RANK, make_model, make_tokenizer
 
 from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, newest_good, verify
 from fullshard.checkpoint.ranges import OwnCheckpoint, Saver, load_checkpoint
@@ -23,15 +23,6 @@ from fullshard.errors import CheckpointError, ModelError, UserError
 from fullshard.model.load import WeightFiles, read_header
 from fullshard.run_folder import checkpoint_path, list_checkpoints, write_json
 from fullshard.shard import Shard
-
-RANK = SimpleNamespace(
-    is_first=True,
-    rank=0,
-    barrier=lambda: None,
-    gather_objects=lambda value: [value],
-    num_ranks=1,
-    agree=lambda task=None: [task() if task else None],
-)
 
 
 def model_of(size, value=0.0):
@@ -41,7 +32,7 @@ def model_of(size, value=0.0):
 
 def save(run, step, loss=None, keep_last=1, keep_best=False, size=100, value=0.0):
     facts = {"method": "full", "base_model": "/m", "trainer": {"last_eval": loss}}
-    Saver(run, RANK, keep_last, keep_best).save(step, model_of(size, value), {}, facts, {})
+    Saver(run, ONE_RANK, keep_last, keep_best).save(step, model_of(size, value), {}, facts, {})
 
 
 def steps(run):
@@ -132,7 +123,7 @@ def test_a_disk_that_is_full_at_the_nth_write_leaves_the_older_checkpoint(tmp_pa
             patched.setattr(os, "fsync", at_most(allowed, os.fsync, lambda *_: None))
             patched.setattr(os, "replace", at_most(allowed, os.replace, lambda *_: None))
             try:
-                Saver(run, RANK, 1).save(2, model_of(100, 2.0), {}, facts, extra)
+                Saver(run, ONE_RANK, 1).save(2, model_of(100, 2.0), {}, facts, extra)
                 break
             except CheckpointError as error:
                 assert "step_000002 cannot be written: No space left on device" in error.message

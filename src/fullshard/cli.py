@@ -141,8 +141,8 @@ def _prepare(recipe: str, overrides: list[str], output: str | None, **made: Any)
         folder = Path(output or Path(temporary) / "prepared")
         audit, path = made["audit"] or page or lang != "en", Path(page or Path(output or "") / "audit.html")
         make = partial(fullshard.audit_data, page_path=path, lang=lang) if audit else fullshard.prepare_data
-        with resolve_name("rich.console:Console")(stderr=True).status(say := "preparing rows") as status:
-            result = make(config, folder, progress=lambda *at: status.update(f"{say}: {at[0]} {at[1]:,}"))
+        with resolve_name("fullshard.data.prepared:rows_bar")() as progress:
+            result = make(config, folder, progress=progress)
         yield result
         from fullshard.data.chat import load_tokenizer
         from fullshard.data.prepared import preview

@@ -163,9 +163,8 @@ def _started_by_launcher(ranks: int | None = None) -> bool:
 
 def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: str, launchers: list[str]) -> None:
     """Make the run folder with recipe, config, prepared data and, last, plan; on any error nothing is left behind."""
-    from rich.console import Console
     from torch import __version__ as torch_version
-    from fullshard.data.prepared import partial_folder, prepare, write_held_out
+    from fullshard.data.prepared import partial_folder, prepare, rows_bar, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model import fetch, load, weight_map
     from fullshard.planning.plan import render
@@ -204,8 +203,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         facts = {"python": platform.python_version(), "machine": platform.machine(), "packages": packages}
         facts |= {"torch_build": torch_version, "device": device_kind(), "devices": num_devices(), "cores": num_cores()}
         write_json(run / run_folder.ENVIRONMENT, facts)
-        with Console(quiet=quiet).status(say := "preparing rows") as status:
-            account = prepare(config, run / run_folder.PREPARED, lambda *at: status.update(f"{say}: {at[0]} {at[1]:,}"))
+        with rows_bar(quiet) as progress:
+            account = prepare(config, run / run_folder.PREPARED, progress)
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)

@@ -79,6 +79,59 @@ def test_mixed_dtypes_with_lora(tmp_path, engine):
     assert sum(is_adapter(name) for name in facts) == 8 and len(facts) == 16 + 8 + 5
 
 
+def chunked_step(ranks, path: str, micro_tokens: int):
+    """One bf16 forward and backward with chunks of 3 rows: this rank's gradients, and dtypes sent by unit."""
+    from fullshard.shard.simple.unit import Group
+    from fullshard.train import loss, setup
+
+    sent, start, chunk_bytes = {}, Group.start_reduce, loss.CHUNK_LOGIT_BYTES
+    loss.CHUNK_LOGIT_BYTES = 4 * 64 * 3
+
+    def watched(group) -> None:
+        start(group)
+        sent.setdefault(group.unit.name.removeprefix("causal_lm."), set()).add(str(group._sent_WS.dtype))
+
+    Group.start_reduce = watched
+    try:
+        built = setup.build_sharded(
+            recipe(path, "full", "simple"), ranks, precision_of("bf16"), False, micro_tokens=micro_tokens
+        )
+        with built.sharded.microbatch(True):
+            built.loss_model(IDS + ranks.rank, torch.roll(IDS, -1, 1) + ranks.rank).backward()
+    finally:
+        Group.start_reduce, loss.CHUNK_LOGIT_BYTES = start, chunk_bytes
+    return {shard.name: (shard.start, shard.stop, shard.gradient.clone()) for shard in built.sharded.shards()}, sent
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gradient_summed_in_fp32_travels_in_fp32(tmp_path, tied):
+    """The head's, where its loss is computed in chunks, with one micro-batch: equal to the fp32 sum over ranks of what
+    each rank summed in fp32. Where a micro-batch fits one chunk, nothing is summed, and bf16 travels."""
+    from transformers import AutoModelForCausalLM
+
+    from fullshard.train.loss import LossModel
+
+    path = make_tokenizer(make_model(tmp_path / "base", tied=tied))
+    wanted = 0.0
+    for rank in range(2):
+        model = LossModel(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)).train()
+        model.chunk_rows, head = 3, model.causal_lm.lm_head.weight
+        head.grad_dtype = None
+        model(IDS + rank, torch.roll(IDS, -1, 1) + rank).backward()
+        assert head.grad.dtype == torch.float32
+        wanted = wanted + head.grad
+    holder = "the rest" if tied else "model.norm + lm_head"
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    for micro_tokens, dtype in ((12, "torch.float32"), (3, "torch.bfloat16")):
+        answers = pool(2).run(chunked_step, str(path), micro_tokens)
+        found = torch.cat([gradients[name][2] for gradients, _ in answers]).view_as(wanted)
+        error = float((found - wanted).norm() / wanted.norm())
+        assert error < 1e-6 if micro_tokens == 12 else 1e-4 < error < 1e-2
+        for _, sent in answers:
+            assert sent[holder] == {dtype}
+            assert sent["model.layers.0"] == {"torch.bfloat16"}
+
+
 def test_a_parameter_that_is_no_float_is_named(tmp_path):
     """HO-7, last part: int8 in the files or in the model itself, fp8 in the model."""
     from fullshard.errors import ConfigError, ModelError

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ HEADER_BYTES = 512  # of a file that is written as a stream: its size is known o
 PIECE_ROWS = 1 << 16  # of a column in memory at once
 IGNORED = -100  # label of a position that has no target
 FILL_TOKENS = 8
-Progress = Callable[[str, int, int | None], None]  # split, rows done, rows in all: None, not known
+Progress = Callable[[int | None, int], None]  # rows in all (about; None: not known) and rows done
 
 
 class PreparedData:
@@ -133,7 +133,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     if (num_embeddings := chat.num_embeddings(Path(config.model.path))) is not None:
         num_embeddings = max(num_embeddings, 1 + max(chat.added_ids(tokenizer, config.model.add_tokens), default=0))
         chat.check_tokenizer(tokenizer, num_embeddings)
-    key = _input_key(config, tokenizer, num_embeddings)
+    key, num_rows = _input_key(config, tokenizer, num_embeddings)
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
     known = read_json(folder / DATA, optional=True)  # a run folder has one too, without a key
     if inside and not ("key" in known and inside <= {DATA, "train", "eval", "audit.html"}):
@@ -146,7 +146,7 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
     with claim_run(partial, "prepared"):
         try:
             job = _Preparation(config, partial, key, tokenizer)
-            job.write(num_embeddings, progress)
+            job.write(num_embeddings, lambda done: progress and progress(num_rows, done))
             write_json(partial / DATA, result := job.finish() | {"key": key})
             for left in (JOURNAL, LOCK):
                 (partial / left).unlink()
@@ -157,6 +157,19 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
             shutil.rmtree(partial)
             raise
     return result
+
+
+@contextmanager
+def rows_bar(quiet: bool = False) -> Iterator[Progress]:
+    """A progress bar on a terminal, for ``prepare``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("preparing rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda total, done: bar.update(task, total=total, completed=done)
 
 
 def partial_folder(folder: Path) -> Path:
@@ -231,7 +244,7 @@ class _Preparation:
         names = ("train",) if config.data.eval is None else ("train", "eval")
         self.splits = {name: _Split(folder / name, self.journal["splits"].get(name)) for name in names}
 
-    def write(self, num_embeddings: int | None, progress: Progress | None) -> None:
+    def write(self, num_embeddings: int | None, progress: Callable[[int], Any]) -> None:
         """Read, render and write all rows that the journal does not know."""
         rows = read_splits(self.config, self.accounts)
         deque(islice(rows, sum(split.book.rows + split.book.copies for split in self.splits.values())), maxlen=0)
@@ -249,8 +262,7 @@ class _Preparation:
                     if time.monotonic() >= due:
                         self._write_journal()
                         due = time.monotonic() + JOURNAL_SECONDS
-                    for name in parts if progress else ():
-                        progress(name, self.splits[name].book.rows, None)
+                    progress(sum(split.book.rows for split in self.splits.values()))
         finally:
             self._write_journal()
 
@@ -328,13 +340,15 @@ def write_held_out(config: RunConfig, path: Path) -> None:
                 file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 
-def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> str:
-    options = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, num_embeddings]
+def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> tuple[str, int | None]:
+    """The hash of all that the result depends on, and about how many rows there are, if that is known."""
+    options, counts = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, num_embeddings], []
     described = [tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.is_fast]
     digest = hashlib.sha256(json.dumps([*options, *described], sort_keys=True, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else b"")
     for paths in (config.train_files, config.data.eval):
-        for line in hash_content(paths, config.data) if isinstance(paths, str | list) else ():
+        for line, count in hash_content(paths, config.data) if isinstance(paths, str | list) else ():
             digest.update(f"{line}\n".encode())
+            counts.append(count)
         digest.update(b"\0")
-    return digest.hexdigest()
+    return digest.hexdigest(), None if None in counts else sum(counts)

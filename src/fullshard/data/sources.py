@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from jinja2 import StrictUndefined, Template
 from fullshard.config import DataFile, DataSection
-from fullshard.data.files import FACTS, BadRow, Record, decode_json, open_records
+from fullshard.data.files import BLOCK, FACTS, BadRow, Record, decode_json, open_records
 from fullshard.errors import Blame, DataError, refusal
 from fullshard.frozen import Frozen
 
@@ -25,6 +25,7 @@ KEPT = 1000  # places of each reason, for data.json; fewer are printed
 MOST_NESTED = 100  # levels of tools and their calls, in which rows go to other processes
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 ENCODER = json.JSONEncoder(default=str)
+LINE_BY_LINE = (".jsonl", ".csv")
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
@@ -122,18 +123,22 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
             yield from _weigh(rows, file.weight, random.Random(f"{seed} {place} {label}"), account)
 
 
-def hash_content(paths: Paths, data: DataSection) -> Iterator[str]:
-    """Label and SHA-256 of each file of the rows (or a hub's fingerprint); no row is read. Raises DataError."""
+def hash_content(paths: Paths, data: DataSection) -> Iterator[tuple[str, int | None]]:
+    """Label and SHA-256 (or a hub's fingerprint) of each file, and its lines where one is a row. Raises DataError."""
     for entry in paths if isinstance(paths, list) else [paths]:
         for label, records, content in open_records(getattr(entry, "path", str(entry)), data.source):
             if isinstance(content, str):
-                yield f"{label}\0{content}"
+                yield f"{label}\0{content}", None
                 continue
             if not content.exists():
                 next(records)  # raises what there is to say
             for path in filter(Path.is_file, sorted(content.rglob("*")) if content.is_dir() else [content]):
                 with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
-                    yield f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"
+                    digest, lines = hashlib.sha256(), 0
+                    while block := file.read(BLOCK):
+                        digest.update(block)
+                        lines += block.count(b"\n")
+                yield f"{path}\0{digest.hexdigest()}", lines if path.suffix in LINE_BY_LINE else None
 
 
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:

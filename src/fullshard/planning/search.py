@@ -29,6 +29,7 @@ ALL_AT_ONCE = (1 << 40, "tokens")
 USABLE_SHARE = 0.95  # of the memory that is free now
 LAUNCHER_BYTES = 400_000_000  # the process that starts the ranks of a CPU machine
 LONG_ROWS = 1.15  # supervised share of the rows with the most, over that of all
+LARGEST_STEPS = 16  # looked at for what a rank must hold
 SAMPLED_WINDOWS = 40  # steps laid out to learn the padding; the rest is scaled
 
 
@@ -185,15 +186,15 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     train, packing, limit = config.train, config.data.packing, config.data.max_length
     longest, is_lora, adapters = longest_row(config, facts), config.method == "lora", facts.adapters
     lengths = np.minimum(facts.volume.lengths, limit)
-    first = windows(lengths, train.seed, 0, parse_quantity(train.global_batch))[:3]
-    first.append(np.argsort(-lengths, kind="stable")[: len(first[0])])  # the trial step's
+    steps = sorted((w for _, w in windows_of_run(lengths, train)), key=lambda w: -lengths[w].sum())[:LARGEST_STEPS]
+    steps.append(np.argsort(-lengths, kind="stable")[: len(steps[0])])  # the trial step's
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
     @functools.cache
     def accumulates(micro_batch: tuple[int, str]) -> bool:
-        return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in first)
+        return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in steps)
 
-    whole = [lay_out(w, lengths, num_ranks, ALL_AT_ONCE, packing, limit)[0] for w in first]
+    whole = [lay_out(w, lengths, num_ranks, ALL_AT_ONCE, packing, limit)[0] for w in steps]
     share = max(_area_of(cell, lengths) for cells in whole for cell in cells)  # the most that a rank sees in a step
     ways = itertools.product((False, True), recomputes, _micro_batches(config, facts, share))
     for reduce_each, recompute, micro_batch in ways:

@@ -1,9 +1,10 @@
 """The torch engine: PyTorch's ``fully_shard`` (FSDP2) behind our interface, with guards for what it would do silently:
-gradients are summed, never divided; 0-d tensors and adapters stay out, replicated; the root is resharded."""
+gradients are summed, never divided; adapters, 0-d and small tensors stay out, replicated; the root is resharded."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 import torch
 import torch.distributed as dist
@@ -13,6 +14,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.device import device_of
 from fullshard.shard.interface import Shard, in_later_replica, local_part
 from fullshard.train.precision import Precision
+
+SMALL = 1 << 14  # elements: a tensor of fewer rows than ranks, which fully_shard would pad, is then kept whole
+
+
+def _computed_in(dtype: torch.dtype, names: list[str], module: nn.Module, *_: Any) -> None:
+    for name in names:  # what stands in __dict__ hides the parameter
+        module.__dict__[name] = module._parameters[name].to(dtype)
+
+
+def _at_rest(names: list[str], module: nn.Module, *_: Any) -> None:
+    for name in names:
+        module.__dict__.pop(name, None)
 
 
 class TorchShardedModel:
@@ -27,7 +40,12 @@ class TorchShardedModel:
         self._num_replicas, self._is_copy = mesh.size() // mesh.size(-1), in_later_replica(mesh)
         self._prefix = getattr(model, "name_prefix", "")
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in self._named_parameters()}
-        whole = replicated | {parameter for parameter in model.parameters() if parameter.dim() == 0}
+        small = {p for p in model.parameters() if not p.dim() or (len(p) < self._num_ranks and p.numel() <= SMALL)}
+        for module in model.modules():  # fully_shard casts only its own
+            own = [name for name, p in module._parameters.items() if p in small - replicated]
+            module.register_forward_pre_hook(partial(_computed_in, precision.compute, own)) if own else None
+            module.register_forward_hook(partial(_at_rest, own), always_call=True) if own else None
+        whole = replicated | small
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
         policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
         for unit in units:

@@ -104,7 +104,8 @@ class Trainer:
         reset_peak_memory(ranks.device)
         self.start_bytes = peak_memory_bytes(ranks.device)  # libraries; nothing of the model yet
         planned = plan["recompute"], added_ids(tokenizer, config.model.add_tokens), plan.get("reduce_each", False)
-        self.built: Built = build_sharded(config, ranks, self.precision, *planned)
+        micro_tokens = self.micro_batch[0] * (config.data.max_length if self.micro_batch[1] == "rows" else 1)
+        self.built: Built = build_sharded(config, ranks, self.precision, *planned, micro_tokens)
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale = LossScale(self.precision.loss_scale)

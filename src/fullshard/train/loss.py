@@ -35,6 +35,11 @@ class LossModel(nn.Module):
         self._factor = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self._cap = getattr(config, "final_logit_softcapping", None)
 
+    def sum_in_fp32(self, tokens: int) -> None:
+        """Tell the engine which gradients are fp32 sums with up to ``tokens`` a micro-batch: the chunked head's."""
+        head = self.causal_lm.get_output_embeddings().parameters()
+        self.fp32_gradients = {weight for weight in head if weight.requires_grad and tokens > self.chunk_rows}
+
     # whether its attention is ours (model/attention.py), which can keep packed documents apart
     attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 

@@ -37,9 +37,10 @@ class Built(Frozen):
 
 def build_sharded(
     config: RunConfig, ranks: Ranks, precision: Precision, recompute: bool | int, new_ids: tuple[int, ...] = (),
-    reduce_each: bool = False,
+    reduce_each: bool = False, micro_tokens: int = 0,
 ) -> Built:  # fmt: skip
-    """Build on meta, add adapters, shard, load: collective. ``new_ids``: added tokens; ``reduce_each``: shard_model."""
+    """Build on meta, add adapters, shard, load: collective. ``new_ids``: added tokens; ``reduce_each``: shard_model;
+    ``micro_tokens``: the most that one micro-batch has on one rank."""
     causal_lm = build_on_meta(config.model.path, max(new_ids, default=-1) + 1, config.data.packing)
     fingerprint = (files := WeightFiles(config.model.path)).fingerprint()
     for rank, other in enumerate(ranks.gather_objects(fingerprint)):
@@ -54,6 +55,7 @@ def build_sharded(
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in causal_lm.parameters()]
     weights.load_buffers(causal_lm)
     loss_model = LossModel(causal_lm, config.train.router_loss)
+    loss_model.sum_in_fp32(micro_tokens)
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
     mesh, how = ranks.mesh_of(config.train.replicas), (precision, config.engine, config.train.sharding, reduce_each)
     sharded = shard_model(loss_model, find_units(causal_lm), adapters, mesh, *how)

@@ -97,11 +97,10 @@ class SimpleShardedModel:
         self._device = device = device_of(mesh)
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
         self.num_ranks = mesh.size(-1)
-        reduce_dtype = None if device.type == "cpu" else precision.reduce
         apart = tuple(map(tuple, mesh.mesh.view(-1, mesh.size(-1)).tolist()))
         gather = Wire(mesh.get_group(mesh.ndim - 1), device)
         reduce = Wire(_second_group(dist.group.WORLD, apart), device)
-        self._wires = Wires(gather, reduce, reduce_dtype, self._note, in_later_replica(mesh))
+        self._wires = Wires(gather, reduce, self._note, in_later_replica(mesh))
         self._units: list[Unit] = []
         self._groups: list[Group] = []
         self._buffers: list[GatherBuffer] = []
@@ -131,11 +130,14 @@ class SimpleShardedModel:
         self._root = Unit("the rest", len(units), "keep" if strategy != "replicate" else strategy, [model])
         self._adapters = Unit("adapters", len(units) + 1, "replicate", [])
         self._units += [self._root, self._adapters]
+        wire_dtypes = dict.fromkeys(range(len(self._units)), None if self._device.type == "cpu" else precision.reduce)
         content: dict[tuple[int, bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter, numbers in unit_of.items():
             alone = parameter in replicated
             number = self._adapters.number if alone else numbers.pop() if len(numbers) == 1 else self._root.number
             compute = parameter.dtype if alone else precision.compute
+            if parameter in getattr(model, "fp32_gradients", ()):
+                wire_dtypes[number] = torch.float32
             content.setdefault((number, parameter.requires_grad, parameter.dtype, compute), []).append(parameter)
         slots: dict[str, tuple[Group, int]] = {}
         rings: dict[tuple[int, torch.dtype, bool], list[GatherBuffer]] = {}
@@ -152,7 +154,7 @@ class SimpleShardedModel:
             else:
                 ring.append(GatherBuffer(layout.total_elements, compute, self._device))
                 self._buffers.append(ring[-1])
-            group = Group(unit, layout, dtype, ring[-1], trainable, self._wires)
+            group = Group(unit, layout, dtype, ring[-1], trainable, self._wires, wire_dtypes[number])
             unit.groups.append(group)
             self._groups.append(group)
             for place, parameter in enumerate(parameters):

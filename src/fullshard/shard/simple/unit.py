@@ -78,9 +78,11 @@ class Group:
     ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors."""
 
     def __init__(
-        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires
-    ) -> None:
+        self, unit: Unit, layout: Layout, dtype: torch.dtype, buffer: GatherBuffer, trainable: bool, wires: Wires,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         self.unit, self.layout, self.buffer, self.trainable, self._wires = unit, layout, buffer, trainable, wires
+        self._reduce_dtype = reduce_dtype  # the least precise of gradients on their way; None: as computed
         buffer.users.append(self)
         self.phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
         device = buffer.flat.device
@@ -91,6 +93,7 @@ class Group:
         for slot in layout.slots:  # .data: views with version counters of their own, which filling does not move
             view = flat_P[slot.offset : slot.offset + slot.size].view(slot.shape).data
             self.parameters.append(nn.Parameter(view, requires_grad=trainable))
+            self.parameters[-1].grad_dtype = None  # as computed: the head's may be sums in fp32
             start, stop = layout.local_range(slot, self.rank)
             self.shards.append(nn.Parameter(self.shard_S[start:stop].data, requires_grad=trainable))
         buffer.release()
@@ -164,7 +167,7 @@ class Group:
 
     def _pack(self) -> torch.Tensor:
         """The gradients in the group's buffer, or in one of the wire's dtype where that is another."""
-        flat_P, least = self.buffer.flat, self._wires.reduce_dtype
+        flat_P, least = self.buffer.flat, self._reduce_dtype
         wire_dtype = flat_P.dtype if least is None else torch.promote_types(flat_P.dtype, least)
         if wire_dtype == flat_P.dtype:
             self.buffer.take(self)
@@ -225,7 +228,6 @@ class Wires:
 
     gather: Wire
     reduce: Wire
-    reduce_dtype: torch.dtype | None  # the least precise of gradients; None: as computed (fp32 sums follow)
     note: Callable[[str, Unit], None]
     is_copy: bool  # this rank is in a later replica (HSDP)
 

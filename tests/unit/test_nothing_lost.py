@@ -9,6 +9,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import ONE_RANK, make_model, make_tokenizer
 
+from fullshard.checkpoint import format as checkpoint_format
 from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, newest_good, verify
 from fullshard.checkpoint.ranges import OwnCheckpoint, Saver, load_checkpoint
 from fullshard.errors import CheckpointError, ModelError, UserError
@@ -84,6 +87,49 @@ def test_an_older_checkpoint_moved_to_another_disk_does_not_end_the_run(tmp_path
     checkpoint_path(tmp_path, 1).symlink_to(tmp_path / "elsewhere")
     save(tmp_path, 2)
     assert steps(tmp_path)[-1] == 2 and (tmp_path / "elsewhere").is_dir()
+
+
+def test_what_another_process_reads_is_pruned_after_a_later_save(tmp_path):
+    save(tmp_path, 1)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(checkpoint_path(tmp_path, 1))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        save(tmp_path, 2)
+        save(tmp_path, 3)
+        assert steps(tmp_path) == [1, 3] and verify(tmp_path).healthy
+    finally:
+        holder.kill()
+        holder.communicate()
+    save(tmp_path, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from fullshard.run_folder import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_checkpoint_that_is_pruned_while_a_run_is_verified_is_no_damage(tmp_path, monkeypatch):
+    save(tmp_path, 1, keep_last=2)
+    save(tmp_path, 2, keep_last=2)
+    read = checkpoint_format.read_manifest
+
+    def pruned(folder, hashes=False):
+        if folder.name == "step_000001":
+            shutil.rmtree(folder)
+        return read(folder, hashes)
+
+    monkeypatch.setattr(checkpoint_format, "read_manifest", pruned)
+    found = verify(tmp_path)
+    assert found.healthy and [Path(place).name for place, _ in found.found] == ["step_000002"]
 
 
 # A full disk

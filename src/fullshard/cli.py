@@ -4,7 +4,6 @@ codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 s
 import errno
 import inspect
 import json
-import os
 import sys
 import tempfile
 import traceback
@@ -64,7 +63,7 @@ def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Calla
     def run(**given: Any) -> None:
         as_json = given.pop("json_output", given.get("quiet", False))
         said = verb(**{key: value for key, value in given.items() if key not in ("debug", "schema", "version")})
-        if (result := next(said, None)) is not None and os.environ.get("RANK", "0") == "0":
+        if (result := next(said, None)) is not None and resolve_name("fullshard.launch:SPEAKS"):
             for part in [_json_text(result)] if as_json else said:
                 print(part) if isinstance(part, str) else resolve_name("rich.console:Console")().print(part)
             if not getattr(result, "healthy", True):

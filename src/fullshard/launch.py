@@ -34,6 +34,7 @@ Recipe, Place, Count = RunConfig | str | Path, str | Path, int | None
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 PROBE_STEPS = 4
+SPEAKS = os.environ.get("RANK", "0") == "0"  # whether this process prints: under torchrun the first rank only
 ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM ends at once
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from test_launch import ENDED_WITHIN_SECONDS, ENVIRONMENT, FULLSHARD, call, loss
 from test_odd_moments import hook, run
 from tiny_models import make_job
 
-from fullshard.run_folder import hold, list_checkpoints
+from fullshard.run_folder import list_checkpoints
 
 DIES_ONCE = """
     import os
@@ -76,14 +77,30 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again(job):
     assert [path.name for path in sorted((job / "run" / "checkpoints").iterdir())] == ["step_000004", "step_000006"]
 
 
-def test_a_start_whose_rank_0_has_not_claimed_the_run_yet_is_not_disturbed(job):
-    (job / "run").mkdir()
-    for name in ("launch.json", "plan.json"):
-        (job / "run" / name).write_text("{}")
-    with hold(job / "run", alone=True):
+def test_a_start_whose_ranks_are_not_there_yet_is_not_disturbed(job):
+    code = """
+        import os, time
+        while "RANK" in os.environ and not os.path.exists("go"):
+            time.sleep(0.02)
+        """
+    process = subprocess.Popen(
+        [*FULLSHARD, "train", "recipe.yaml"],
+        cwd=job, env=hook(job, code), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 2 * ENDED_WITHIN_SECONDS
+        while not ranks_alive(job):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
         refused = call(job, "train", "recipe.yaml")
-    assert refused.returncode == 2 and "run is used by another process" in refused.stderr
-    assert {path.name for path in (job / "run").iterdir()} >= {"launch.json", "plan.json"}
+        assert refused.returncode == 2 and "run is being trained now, by process" in refused.stderr
+        (job / "go").touch()
+        _, errors = process.communicate(timeout=2 * ENDED_WITHIN_SECONDS)
+        assert process.returncode == 0, errors
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def test_a_finished_run_is_not_trained_over_because_its_checkpoints_were_removed(job):

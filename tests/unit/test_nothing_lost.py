@@ -22,7 +22,7 @@ from tiny_models import ONE_RANK, make_model, make_tokenizer
 from fullshard.checkpoint import format as checkpoint_format
 from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, newest_good, verify
 from fullshard.checkpoint.ranges import OwnCheckpoint, Saver, load_checkpoint
-from fullshard.errors import CheckpointError, ModelError, UserError
+from fullshard.errors import CheckpointError, DataError, ModelError, UserError
 from fullshard.model.load import WeightFiles, read_header
 from fullshard.run_folder import checkpoint_path, list_checkpoints, write_json
 from fullshard.shard import Shard
@@ -332,4 +332,20 @@ def test_code_in_a_model_folder_is_not_run_whatever_is_typed(tmp_path, monkeypat
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with contextlib.suppress(ModelError):
         read_config(folder) if what == "config" else load_tokenizer(folder)
+    assert not spy.exists()
+
+
+@pytest.mark.parametrize(
+    "expression", ["''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.mkdir(spy)"]
+)
+def test_a_chat_template_is_rendered_in_the_sandbox(tmp_path, expression):
+    from fullshard.data.chat import Renderer, load_tokenizer
+
+    spy = tmp_path / "it_ran"
+    template = (
+        "{% set spy = '" + str(spy) + "' %}{{ " + expression + " }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "model", chat_template=template))
+    with pytest.raises(DataError, match=r"access to attribute '__(class|init)__' of '(str|type)' object is unsafe"):
+        Renderer(tokenizer).prompt([{"role": "user", "content": "red"}])
     assert not spy.exists()

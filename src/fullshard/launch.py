@@ -249,8 +249,7 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
 
     def unheard(number: int) -> UserError:
         command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE}"
-        found = refusal("ended_from_outside", signal=number, command=command)
-        found.exit_code = 128 + number
+        found, found.exit_code = refusal("ended_from_outside", signal=number, command=command), 128 + number
         return found
 
     def ask(number: int, frame: Any) -> None:
@@ -302,8 +301,10 @@ def _first_failure(run: Path, error: Any) -> UserError:
         often = " (often: out of memory)" * (number == 9)
         return refusal("ended_by_signal", rank=rank, signal=number, often=often, plan_it=plan_it)
     if records:
-        name = "out_of_memory" if records[0]["type"] == "OutOfMemoryError" else "rank_raised"
-        return refusal(name, **records[0], plan_it=plan_it, folder=run / run_folder.ERRORS)
+        rank, kind, message = (records[0][key] for key in ("rank", "type", "message"))
+        if kind == "OutOfMemoryError":
+            return refusal("out_of_memory", rank=rank, message=message, plan_it=plan_it)
+        return refusal("rank_raised", rank=rank, kind=kind, message=message, folder=run / run_folder.ERRORS)
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     return TrainError(f"Rank {rank} ended with exit code {failure.exitcode}, see above.", f"fullshard resume {run}")
 

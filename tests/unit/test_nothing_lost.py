@@ -189,6 +189,19 @@ def test_a_disk_that_is_full_at_the_nth_write_leaves_the_older_checkpoint(tmp_pa
         assert name in hit
 
 
+def test_a_save_that_does_not_fit_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    """100 elements of fp32 are 400 bytes; with PEFT's files beside them 800."""
+    save(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=399))
+    with pytest.raises(CheckpointError, match=r"step_000002 needs .* Older checkpoints are as they were"):
+        save(tmp_path, 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=799))
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="step_000004 needs"):
+        Saver(tmp_path, ONE_RANK, 1).save(4, model_of(100), {}, {}, {"adapter_config.json": "{}"})
+    assert steps(tmp_path) == [3] and verify(tmp_path).healthy
+
+
 # What is loaded
 
 

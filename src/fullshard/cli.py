@@ -57,7 +57,7 @@ CALLS["template_arguments"] = {"parser": lambda text: resolve_name("pydantic:Typ
 
 
 def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Callable[..., None]:
-    """``verb`` for typer, parameters as in cli.yaml. It prints what ``verb`` yields: the result as JSON, or the rest."""
+    """``verb`` for typer, keys as in cli.yaml. It prints what ``verb`` yields: the result as JSON, or the rest."""
 
     def run(**given: Any) -> None:
         as_json = given.pop("json_output", given.get("quiet", False))

@@ -126,8 +126,8 @@ def soak(job: Path, straight: dict[int, float], number: int, ranks: int, draw: r
     for index in range(KILLS_A_RUN):
         kills.append(kill_one(job, command, draw))
         found = sorted((job / "run" / "checkpoints").glob("step_*"))
-        if not found:
-            shutil.rmtree(job / "run", ignore_errors=True)
+        if not found:  # the same command starts anew in the same folder
+            (job / "run" / "metrics.jsonl").unlink(missing_ok=True)
             continue
         now = draw.choice([n for n in (1, 2, 3, 4) if n != ranks]) if index in others else ranks
         if now != ranks:

@@ -53,7 +53,7 @@ def claim_run(run: Path, doing: str = "trained") -> IO[str]:
 
 def publish_folder(unfinished: Path, final: Path) -> None:
     """Give a finished folder its name; an older one is set aside first, deleted last. The rename outlives a crash."""
-    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    old = final.with_name(f".{final.name}.{os.urandom(4).hex()}.old")
     if final.exists():
         os.replace(final, old)
     os.replace(unfinished, final)

@@ -2,13 +2,15 @@
 
     python benchmarks/soak.py [--kills 100] [--damages 500] [--folder FOLDER] [--seed 0]
 
-Runs of a tiny model (full and LoRA, both engines, 2 to 4 ranks) save every 3 of 50 steps and are killed with signal 9
-at a random moment, one rank, all, or their launcher, during saves, too; every fourth resume takes another
-number of ranks. Each is resumed until it ends; its losses must be those of the uninterrupted run: bit for bit at the
-same ranks, within 1e-5 at others; no process may be left. Damages: one byte flipped, a file cut or removed, over all
-files of checkpoints; `fullshard verify` must name the file. With --folder what is done is kept (soak.jsonl) and not
-done again. Written to
-benchmarks/results/soak_HARDWARE_DATE.json, unless there are few kills.
+Runs of a tiny model (full and LoRA, both engines, 2 to 4 ranks) save every 3 of 50 steps and are killed with signal 9,
+one rank, all, or their launcher: two of three kills at a random moment, the third while a save is seen to go on (what
+a save had not finished is counted: ``in_a_save``). Every fourth resume takes another number of ranks: two of the four
+in every second run. Each run is resumed until it ends; its losses must be those of the uninterrupted run: bit for bit
+up to the checkpoint from which it first went on at another number of ranks, within 1e-5 behind it. All ranks must be
+gone within 30 s of a kill, each resume must start, and no process may be left in the job's folder. Damages: one byte
+flipped, a file cut or removed, over all files of checkpoints; `fullshard verify` must name the file. With --folder what
+is done is kept (soak.jsonl) and not done again. Written to benchmarks/results/soak_HARDWARE_DATE.json, unless there are
+few kills.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from measuring import ENVIRONMENT, hardware, write
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 STEPS, KILLS_A_RUN = 50, 4
 FULL_KILLS = 20  # fewer are a look, which leaves no result
+ENDED = "ended before"  # nothing was left to kill
 FULLSHARD = [sys.executable, "-m", "fullshard"]
 
 
@@ -59,72 +63,90 @@ def call(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def alive(job: Path) -> list[psutil.Process]:
-    """Processes of fullshard that work in this folder."""
+    """Processes that work in this folder: ranks, launchers, and whatever they have started."""
     found = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if "fullshard" in words and process.info["cwd"] == str(job):
+    for process in psutil.process_iter(["cwd", "status"]):
+        if process.info["cwd"] == str(job) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
 
 
+def saving(job: Path, since: float) -> bool:
+    """Whether a save that began after ``since`` goes on, or was cut short by a kill."""
+    for folder in (job / "run" / "checkpoints").glob(".step_*.tmp"):
+        with suppress(FileNotFoundError):  # it has just got its name
+            if folder.stat().st_mtime > since:
+                return True
+    return False
+
+
 def kill_one(job: Path, command: list[str], draw: random.Random) -> dict[str, Any]:
-    """Start ``command``, kill a rank or all at a random moment after a random step; what was killed."""
+    """Start ``command``, kill a rank or all at a random moment after a random step, or in a save; what was killed."""
     metrics = job / "run" / "metrics.jsonl"
     before = len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
+    started = time.time()
     process = subprocess.Popen(
         [*FULLSHARD, *command], cwd=job, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    wanted = before + draw.randrange(1, 12)
+    wanted, aims_at_save = before + draw.randrange(1, 12), draw.random() < 1 / 3
     while process.poll() is None and (not metrics.is_file() or len(metrics.read_bytes().splitlines()) < wanted):
         time.sleep(0.002)
-    time.sleep(draw.random() * 0.02)  # the moment inside a step or a save
-    ranks = (
-        [one for one in psutil.Process(process.pid).children() if "fullshard.launch" in one.cmdline()]
-        if process.poll() is None
-        else []
-    )
+    while aims_at_save and process.poll() is None and not saving(job, started):
+        time.sleep(0.0005)
+    time.sleep(draw.random() * (0.004 if aims_at_save else 0.02))  # the moment inside a step or a save
+    ranks = []
+    with suppress(psutil.Error):  # it ends at this moment
+        if process.poll() is None:
+            children = psutil.Process(process.pid).children()
+            ranks = [one for one in children if "fullshard.launch" in one.cmdline()]
     kind = draw.choice(["rank", "rank", "ranks", "launcher"])
     victims = {"rank": draw.sample(ranks, min(1, len(ranks))), "ranks": ranks, "launcher": []}[kind]
+    killed = time.monotonic()
     for victim in victims:
         if victim.is_running():
             victim.send_signal(signal.SIGKILL)
-    if kind == "launcher" and process.poll() is None:
+    if kind == "launcher" and ranks and process.poll() is None:
         process.kill()
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=120)[1]
     _, left = psutil.wait_procs(ranks, timeout=30)
-    return {"kind": kind if ranks else "ended before", "left": len(left), "said": errors.strip().splitlines()[:1]}
+    seconds, said = time.monotonic() - killed, errors.strip().splitlines()[:1]
+    fine = not left and seconds <= 30 if ranks else process.returncode == 0 or "is finished" in errors
+    cut = bool(ranks) and saving(job, started)
+    return {"kind": kind if ranks else ENDED, "in_a_save": cut, "seconds": round(seconds, 2),
+            "left": len(left), "said": said, "fine": fine}  # fmt: skip
 
 
 def soak(job: Path, straight: dict[int, float], number: int, ranks: int, draw: random.Random) -> dict[str, Any]:
     """One run: killed at random KILLS_A_RUN times, resumed after each, at last to its end; what was found."""
     shutil.rmtree(job / "run", ignore_errors=True)
-    kills, others, command = [], False, ["train", "recipe.yaml", "--ranks", str(ranks)]
-    for _ in range(KILLS_A_RUN):
+    kills, command = [], ["train", "recipe.yaml", "--ranks", str(ranks)]
+    changes_ranks = (number + number // 4) % 2  # each engine and method in turn
+    others = draw.sample(range(KILLS_A_RUN), KILLS_A_RUN // 2 if changes_ranks else 0)  # these resumes
+    same_until, resumed_on = STEPS, []
+    for index in range(KILLS_A_RUN):
         kills.append(kill_one(job, command, draw))
-        now = ranks
-        if not list((job / "run" / "checkpoints").glob("step_*")):
-            shutil.rmtree(job / "run", ignore_errors=True)
+        found = sorted((job / "run" / "checkpoints").glob("step_*"))
+        if not found:  # the same command starts anew in the same folder
+            (job / "run" / "metrics.jsonl").unlink(missing_ok=True)
             continue
-        if draw.random() < 0.25:
-            others, now = True, draw.choice([n for n in (1, 2, 3, 4) if n != ranks])
+        now = draw.choice([n for n in (1, 2, 3, 4) if n != ranks]) if index in others else ranks
+        if now != ranks:
+            same_until = min(same_until, int(found[-1].name.removeprefix("step_")))
+        resumed_on.append(now)
         command = ["resume", "run", "--ranks", str(now)]
     done = call(job, *command)
     finished = done.returncode == 0 or "is finished" in done.stderr
-    found = losses(job / "run") if (job / "run" / "metrics.jsonl").is_file() else {}
-    worst = max((abs(found.get(step, 1e9) / loss - 1) for step, loss in straight.items()), default=1e9)
-    fine = finished and (worst <= 1e-5 if others else worst == 0) and not alive(job)
-    fine = fine and not any(kill["left"] for kill in kills)
-    said = "" if fine else done.stderr[-500:]
+    losses_now = losses(job / "run") if (job / "run" / "metrics.jsonl").is_file() else {}
+    off = {step: abs(losses_now.get(step, 1e9) / loss - 1) for step, loss in straight.items()}
+    worst_same = max((off[step] for step in off if step <= same_until), default=0.0)
+    left = [" ".join(one.cmdline())[:200] for one in alive(job)]
+    fine = finished and len(off) == STEPS and worst_same == 0 and max(off.values()) <= 1e-5 and not left
+    fine = fine and all(kill["fine"] for kill in kills)
     return {
-        "number": number,
-        "ranks": ranks,
-        "others": others,
-        "kills": kills,
-        "worst": worst,
-        "fine": fine,
-        "said": said,
-    }
+        "number": number, "ranks": ranks, "resumed_on": resumed_on, "others": any(now != ranks for now in resumed_on),
+        "kills": kills, "worst": max(off.values(), default=1e9), "worst_same": worst_same, "left": left, "fine": fine,
+        "said": "" if fine else done.stderr[-500:],
+    }  # fmt: skip
 
 
 def damage(job: Path, number: int, draw: random.Random) -> dict[str, Any]:
@@ -152,7 +174,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    place = options.folder or Path(tempfile.mkdtemp(prefix="soak_"))
+    place = (options.folder or Path(tempfile.mkdtemp(prefix="soak_"))).resolve()  # as processes name their folder
     place.mkdir(exist_ok=True)
     book = place / "soak.jsonl"
     done = [json.loads(line) for line in book.read_text().splitlines()] if book.is_file() else []
@@ -168,11 +190,13 @@ def main() -> None:
 
     kinds = [("simple", "full"), ("torch", "lora"), ("torch", "full"), ("simple", "lora")]
     straight: dict[tuple[str, str, int], dict[int, float]] = {}
-    for number in range(-(-options.kills // KILLS_A_RUN)):
-        engine, method = kinds[number % len(kinds)]
-        ranks, job = 2 + number // len(kinds) % 3, place / f"{engine}_{method}"
+    number = -1
+    while sum(kill["kind"] != ENDED for record in done for kill in record.get("kills", ())) < options.kills:
+        number += 1
         if (number, True) in known:
             continue
+        engine, method = kinds[number % len(kinds)]
+        ranks, job = 2 + number // len(kinds) % 3, place / f"{engine}_{method}"
         if not (job / "recipe.yaml").is_file():
             job.mkdir()
             make(job, engine, method)
@@ -187,11 +211,16 @@ def main() -> None:
         if (number, False) not in known:
             keep(damage(jobs[number % len(jobs)], number, random.Random(f"{options.seed} damage {number}")))
     runs, damages = ([record for record in done if ("kills" in record) == wanted] for wanted in (True, False))
-    kills = [kill for record in runs for kill in record["kills"] if kill["kind"] != "ended before"]
+    kills = [kill for record in runs for kill in record["kills"] if kill["kind"] != ENDED]
     table = {
         "runs": len(runs), "runs_fine": sum(record["fine"] for record in runs), "kills": len(kills),
         "kills_by_kind": {kind: sum(kill["kind"] == kind for kill in kills) for kind in ("rank", "ranks", "launcher")},
-        "runs_on_other_ranks": sum(record["others"] for record in runs),
+        "kills_in_a_save": sum(kill["in_a_save"] for kill in kills),
+        "slowest_end_seconds": max((kill["seconds"] for kill in kills), default=0.0),
+        "resumes": sum(len(record["resumed_on"]) for record in runs),
+        "resumes_on_other_ranks": sum(n != record["ranks"] for record in runs for n in record["resumed_on"]),
+        "processes_left": sum(len(record["left"]) + sum(k["left"] for k in record["kills"]) for record in runs),
+        "worst_on_other_ranks": max((record["worst"] for record in runs if record["others"]), default=None),
         "damages": len(damages), "damages_named": sum(record["fine"] for record in damages),
         "seconds": round(time.perf_counter() - started), "not_fine": [r for r in done if not r["fine"]],
     }  # fmt: skip

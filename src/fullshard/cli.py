@@ -57,13 +57,12 @@ CALLS["template_arguments"] = {"parser": lambda text: resolve_name("pydantic:Typ
 
 
 def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Callable[..., None]:
-    """``verb`` as typer reads it, with parameters as cli.yaml has them. It prints what ``verb`` yields: the result, as
-    JSON, or all that comes behind it. Under torchrun rank 0 speaks."""
+    """``verb`` for typer, keys as in cli.yaml. It prints what ``verb`` yields: the result as JSON, or the rest."""
 
     def run(**given: Any) -> None:
         as_json = given.pop("json_output", given.get("quiet", False))
         said = verb(**{key: value for key, value in given.items() if key not in ("debug", "schema", "version")})
-        if (result := next(said, None)) is not None and resolve_name("fullshard.launch:speaks")():
+        if (result := next(said, None)) is not None and resolve_name("fullshard.launch:SPEAKS"):
             for part in [_json_text(result)] if as_json else said:
                 print(part) if isinstance(part, str) else resolve_name("rich.console:Console")().print(part)
             if not getattr(result, "healthy", True):

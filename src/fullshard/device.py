@@ -146,8 +146,7 @@ def set_fast_fp32(fast: bool) -> None:
     torch.set_float32_matmul_precision("high" if fast else "highest")
     torch.backends.cudnn.allow_tf32 = fast
     if device_kind() == "npu":
-        torch.npu.matmul.allow_hf32 = fast
-        torch.npu.conv.allow_hf32 = fast
+        torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 = fast, fast
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:

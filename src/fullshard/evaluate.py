@@ -228,8 +228,7 @@ def _with_examples(row: Row, examples: list[Row]) -> Row:
 def _measure_loss(answerer: Answerer, rows: Sequence[Row], section: DataSection, progress: Any) -> dict[str, Any]:
     """EvalResult's figures of the loss, one row at a time: each row's nats, and why others are left out."""
     limit, model, device = answerer.max_positions, LossModel(answerer.model), answerer.model.device
-    renderer = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments)
-    losses, left_out = [], []
+    renderer, losses, left_out = Renderer(answerer.tokenizer, section.loss_on, answerer.renderer.arguments), [], []
     for place, row in enumerate(rows):
         progress(place, len(rows))
         used = []
@@ -262,8 +261,7 @@ def _answers(
     if not asked or not answerer.has_template:
         return [], []
     taught = [answerer.renderer.answer(row.messages, row.tools) for _, row in asked]
-    most = most or max(map(len, taught)) + SPARE_TOKENS
-    limit, fitting, left_out = answerer.max_positions, [], []
+    most, limit, fitting, left_out = most or max(map(len, taught)) + SPARE_TOKENS, answerer.max_positions, [], []
     for (place, row), wanted in zip(asked, taught, strict=True):
         ids = prompt_tokens(answerer, row.messages[:-1], tools=row.tools)
         if limit - len(ids) < most:

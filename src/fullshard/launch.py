@@ -14,7 +14,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -28,14 +28,13 @@ from fullshard import doctor, run_folder
 from fullshard.checkpoint.format import newest_good, read_manifest
 from fullshard.config import RunConfig, config_from_dict, load_config
 from fullshard.errors import ERROR_TYPES, Blame, ConfigError, DataError, TrainError, UserError, read_refusals, refusal
-from fullshard.run_folder import claim_run, list_checkpoints, read_json, require_run, write_json
+from fullshard.run_folder import LAUNCH, claim_run, list_checkpoints, read_json, require_run, write_json
 
-Recipe = RunConfig | str | Path
-Place, Count = str | Path, int | None
+Recipe, Place, Count = RunConfig | str | Path, str | Path, int | None
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
-LAUNCH = "launch.json"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 PROBE_STEPS = 4
+SPEAKS = os.environ.get("RANK", "0") == "0"  # whether this process prints: under torchrun the first rank only
 ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM ends at once
 
 
@@ -45,13 +44,13 @@ def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None =
         return _train_here(recipe, overrides, quiet)
     config, text = _read_recipe(recipe, overrides)
     prepare_run(config, ranks, quiet, text, [])
-    return _launch(Path(config.output), ranks, None, MODES[quiet])
+    with claim_run(Path(config.output)):
+        return _launch(Path(config.output), ranks, None, MODES[quiet])
 
 
 def trace_run(
-    recipe: str | Path, overrides: Sequence[str] = (), output: str | Path = "trace.html", ranks: int | None = None,
-    lang: str = "en",
-) -> dict[str, Any]:  # fmt: skip
+    recipe: Place, overrides: Sequence[str] = (), output: Place = "trace.html", ranks: Count = None, lang: str = "en"
+) -> dict[str, Any]:
     """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output`` (.html), .svg
     and .json beside it. Returns the last (see ``report.page``). Raises what train_run raises."""
     from fullshard.report.page import write_trace
@@ -70,8 +69,7 @@ def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | No
     with _short_run(Path(config.output), recipe, short, ranks, "quiet") as run:
         steps = [record for record in run_folder.read_metrics(run) if record["kind"] == "train"]
     speed = statistics.median(record["tokens_per_second"] for record in steps[1:] or steps)
-    plan = make_plan(config, ranks, tokens_per_second=speed, **money)
-    peak = format_bytes(steps[-1]["memory_bytes"])
+    plan, peak = make_plan(config, ranks, tokens_per_second=speed, **money), format_bytes(steps[-1]["memory_bytes"])
     return replace(plan, notes=(f"speed: measured in {len(steps)} steps, which took {peak} a rank", *plan.notes))
 
 
@@ -96,10 +94,13 @@ def resume_run(run: Place, ranks: Count = None, step: Count = None, steps: Count
         from fullshard.ranks import start_ranks
 
         here = start_ranks()
-        number = here.agree(partial(_step_to_resume, run, step, steps) if here.is_first else None)[0]
+        find = partial(_step_to_resume, run, step, steps, _launchers(here))
+        number = here.agree(find if here.is_first else None)[0]
         _require_shared(run, here)
         return _run_as_rank(run, number, MODES[quiet], here)
-    return _launch(run, ranks, _step_to_resume(run, step, steps), MODES[quiet])
+    number = _step_to_resume(run, step, steps)
+    with claim_run(run):
+        return _launch(run, ranks, number, MODES[quiet])
 
 
 def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> doctor.MachineReport:
@@ -130,10 +131,18 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
     return doctor.MachineReport((*checks, *(needs(default_ranks()) if not _started_by_launcher() else ())))
 
 
-def _step_to_resume(run: Path, step: int | None, steps: int | None) -> int:
-    number, folder, problems = newest_good(require_run(run), step)
+def _step_to_resume(run: Path, step: int | None, steps: int | None, launchers: Sequence[str] = ()) -> int:
+    """``launchers``: torchrun's. Its elastic restart goes on from what this launch, begun at ``step``, has saved."""
+    launch = read_json(require_run(run) / LAUNCH, optional=True)
+    there = {str(one): folder.stat().st_mtime_ns for one, folder in list_checkpoints(run) if one != step}
+    restarts = "found" in launch and not set(launchers).isdisjoint(launch["launchers"])
+    others = [int(one) for one, stamp in there.items() if stamp == launch["found"].get(one)] if restarts else ()
+    number, folder, problems = newest_good(run, None if restarts else step, others)
     for problem in problems:
         print(f"left out: {problem}", flush=True)
+    if launchers and step is not None and not restarts:
+        with claim_run(run):
+            write_json(run / LAUNCH, {"launchers": launchers, "found": there})
     if number >= (steps or read_manifest(folder).trainer["num_steps"]):
         raise refusal("finished", run=run, step=number)
     if steps:
@@ -174,11 +183,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     run = Path(config.output)
     unfinished = partial_folder(run / run_folder.PREPARED)  # goes on where it was interrupted
     left = {path.name for path in run.iterdir()} if run.is_dir() else {"a file"} if run.exists() else set()
-    if LAUNCH in left and run_folder.PLAN not in left:  # a start that was killed, unless it still goes on
-        with claim_run(run, "prepared"):
-            run_folder.clear(run, unfinished)
-        left = set()
-    if left - {unfinished.name}:
+    again = LAUNCH in left and not (list_checkpoints(run) or left & {run_folder.RESULT, run_folder.MERGED})
+    if left - {unfinished.name} and not again:  # a start that never saved has nothing to lose
         go_on = f"Go on with it: fullshard resume {run}  Or: " if list_checkpoints(run) else "Choose another: "
         raise ConfigError(f"The output folder {run} exists already.", f"{go_on}output=ANOTHER_FOLDER")
     asked, config = config.model, fetch.with_model_folder(config)
@@ -191,7 +197,8 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         find_router_loss(model)
     with Blame(ConfigError, f"The output folder {run} cannot be written", "Set output=FOLDER"):
         run.mkdir(parents=True, exist_ok=True)
-        lock = claim_run(run, "prepared")
+        lock = claim_run(run, "trained" if run_folder.PLAN in left else "prepared")
+        anew = [run_folder.clear_start(run)] if again else []
         (run / run_folder.RECIPE).write_text(recipe_text, encoding="utf-8")
     try:
         write_json(run / LAUNCH, {"launchers": launchers})
@@ -210,14 +217,14 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         write_json(run / run_folder.DATA, account)
         write_json(run / run_folder.PLAN, asdict(plan := make_plan(config, ranks)))
     except BaseException:
-        run_folder.clear(run, unfinished)
+        None if again else run_folder.clear(run, unfinished)
         raise
     finally:
         lock.close()
     if not quiet:
         fetched = [f"model: {asked.path} is {folder}"] if asked.path != config.model.path else []
         notes = load.mended(read_json(folder / load.GENERATION_CONFIG, optional=True))[1]  # what a merge will change
-        print("\n".join([*fetched, *notes, *account["report"], render("summary.txt", **vars(plan))]))
+        print("\n".join([*anew, *fetched, *notes, *account["report"], render("summary.txt", **vars(plan))]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -229,26 +236,19 @@ def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, s
     return config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def speaks() -> bool:
-    """Whether this process prints: always, except under torchrun on all ranks but the first."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) -> Any:
     """Start the ranks through torch's elastic launcher and wait: the TrainResult, or the first failure raised."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    claim_run(run).close() if mode in MODES else None  # by whoever trains it, whose errors/ these would be
     shutil.rmtree(run / run_folder.ERRORS, ignore_errors=True)
     ranks = ranks or int(read_json(run / run_folder.PLAN)["ranks"])
     asked: list[int] = []
 
     def unheard(number: int) -> UserError:
-        command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE} output=NEW_FOLDER"
-        found = refusal("ended_from_outside", signal=number, command=command)
-        found.exit_code = 128 + number
+        command = f"resume {run}" if list_checkpoints(run) else f"train {run / run_folder.RECIPE}"
+        found, found.exit_code = refusal("ended_from_outside", signal=number, command=command), 128 + number
         return found
 
     def ask(number: int, frame: Any) -> None:
@@ -316,19 +316,24 @@ def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     ranks = start_ranks()
     config, text = ranks.agree(partial(_read_recipe, recipe, overrides))[ranks.rank]
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
-    run, parent = Path(config.output), psutil.Process().parent() or psutil.Process()
-    launchers = sorted(set(ranks.gather_objects(f"{socket.gethostname()} {parent.pid} {parent.create_time():.0f}")))
+    run, launchers = Path(config.output), _launchers(ranks)
 
     def prepare() -> None:
         again = set(read_json(run / LAUNCH, optional=True).get("launchers", [])) & set(launchers)
-        if again and (run / run_folder.PLAN).is_file():
-            return logging.getLogger(__name__).info("restart of the same launch: going on in %s", run)
-        prepare_run(config, ranks.num_ranks, quiet, text, launchers)
+        if not (again and (run / run_folder.PLAN).is_file()):  # else an elastic restart goes on there
+            prepare_run(config, ranks.num_ranks, quiet, text, launchers)
 
     _require_shared(run, ranks)
     ranks.agree(prepare if ranks.is_first else None)
     _require_same_data(run / run_folder.PREPARED, ranks)
     return _run_as_rank(run, None, MODES[quiet], ranks)
+
+
+def _launchers(ranks: Any) -> list[str]:
+    """Host, process and start of each launcher of ``ranks``, the start in ticks that no step of the clock moves."""
+    stat = Path(f"/proc/{(pid := os.getppid() or os.getpid())}/stat")  # proc_pid_stat(5), 22; names may hold spaces
+    start = stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else psutil.Process(pid).create_time()
+    return sorted(set(ranks.gather_objects(f"{socket.gethostname()} {pid} {start}")))
 
 
 def _require_same_data(prepared: Path, ranks: Any) -> None:
@@ -355,6 +360,7 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = Non
     from fullshard.train.loop import TrainResult, run_rank, trace_rank
 
     signals = (signal.SIGTERM, signal.SIGINT) if ranks else (ASK_TO_STOP,)  # of torchrun, or of our launcher
+    lock = claim_run(run) if ranks and ranks.is_first else nullcontext()  # our launcher holds it for its ranks
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run / run_folder.ERRORS).resolve() / "collectives_rank_"))
     ranks = ranks or start_ranks()
     if resume_step is None:
@@ -368,7 +374,8 @@ def _run_as_rank(run: Path, resume_step: int | None, mode: str, ranks: Any = Non
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     config = with_model_folder(config)
     what = run, config, read_json(run / run_folder.PLAN), ranks
-    trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet", signals)
+    with lock:
+        trace_rank(*what) if mode == "trace" else run_rank(*what, resume_step or None, mode == "quiet", signals)
     stop_ranks()  # only after success: on a failure it could wait for peers that are gone
     return TrainResult.read(run) if mode != "trace" else None
 
@@ -390,7 +397,7 @@ def rank_main(arguments: list[str]) -> int:
         code = known.exit_code if known is error else 1  # as the command line's
         message = "; ".join([known.message, *getattr(error, "__notes__", [])])
         record = {"rank": rank, "type": type(error).__name__, "message": message, "hint": known.hint}
-        record |= {"exit_code": code, "time": time.time(), "traceback": traceback.format_exc()}
+        record |= {"exit_code": code, "time": time.monotonic(), "traceback": traceback.format_exc()}
         try:
             (run / run_folder.ERRORS).mkdir(exist_ok=True)
             write_json(run / run_folder.ERRORS / f"rank_{rank}.json", record)

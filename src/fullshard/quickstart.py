@@ -29,7 +29,7 @@ from fullshard.model.fetch import default_model_folder, ensure_default_model, fe
 from fullshard.model.load import read_config
 from fullshard.planning import search
 from fullshard.planning.plan import Plan, format_bytes, format_minutes
-from fullshard.run_folder import free_run, recipe_beside, write_json
+from fullshard.run_folder import free_run, write_json
 
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 Place = str | Path | None
@@ -127,7 +127,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     console = Console(highlight=False)
     words = Template((DATA_FOLDER / "report.txt").read_text(encoding="utf-8"), trim_blocks=True).module
     run = Path(output) if output is not None else free_run(Path("runs"), "quickstart")
-    if taken := [path for path in (run, recipe_beside(run)) if path.exists()]:
+    if taken := [path for path in (run, run.with_name(f"{run.name}.yaml")) if path.exists()]:
         raise ConfigError(f"{taken[0]} exists already.", "Choose another run folder, or leave it out.")
     console.print("\n[bold]1 Machine[/]")
     with console.status("checking"):
@@ -142,8 +142,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())
     console.print("\n[bold]3 The model before training[/]")
-    clock = time.monotonic()
-    base = _evaluate(folder, console)
+    clock, base = time.monotonic(), _evaluate(folder, console)
     print(words.before(base), end="")
     console.print("\n[bold]4 Prepare and train[/]")
     print(words.expected(plan, time.monotonic() - clock + SETTINGS["merge_seconds"]))
@@ -169,7 +168,7 @@ def _fill_recipe(model: Path, run: Path) -> Path:
     places |= {"TRAIN_FILE": DATA_FOLDER / "train.jsonl", "TRAIN_ZH_FILE": DATA_FOLDER / "train_zh.jsonl"}
     quoted = {name: json.dumps(str(place), ensure_ascii=False) for name, place in places.items()}
     text = Template((DATA_FOLDER / "quickstart.yaml").read_text(encoding="utf-8")).render(quoted)
-    return write_new(recipe_beside(run), text + "\n", "Run it in a folder of yours.")
+    return write_new(run.with_name(f"{run.name}.yaml"), text + "\n", "Run it in a folder of yours.")
 
 
 def _answer_table(held_out: dict[str, Any]) -> Table:

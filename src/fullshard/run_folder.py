@@ -7,20 +7,23 @@ import logging
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
-from fullshard.errors import Blame, ConfigError, refusal
+from fullshard.errors import Blame, CheckpointError, ConfigError, refusal
 
 SCHEMA_VERSION = 1
 RECIPE, CONFIG, PLAN, ENVIRONMENT = "recipe.yaml", "config.json", "plan.json", "environment.json"
 DATA, METRICS, REPORT = "data.json", "metrics.jsonl", "report.html"
+METRICS_BEFORE, RESULT = "metrics.before.jsonl", "result.json"  # of a start that never saved; of a finished run
 TRACE = "trace.json"  # what the engine did in one step, by rank
 HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
 EVAL = "eval.json"  # how the merged model was judged
 CHECKPOINTS, MERGED, PREPARED = "checkpoints", "merged", "prepared"  # folders; prepared: a sub-folder a split
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
-LOCK = "lock"  # held by the rank 0 that trains, with its process id
+LOCK = "lock"  # held by the launcher, torchrun's rank 0, with its process id
+LAUNCH = "launch.json"  # torchrun's launchers; what stood there when they began
 ERRORS = "errors"  # one file per rank that failed
 
 
@@ -50,12 +53,44 @@ def claim_run(run: Path, doing: str = "trained") -> IO[str]:
 
 def publish_folder(unfinished: Path, final: Path) -> None:
     """Give a finished folder its name; an older one is set aside first, deleted last. The rename outlives a crash."""
-    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    old = final.with_name(f".{final.name}.{os.urandom(4).hex()}.old")
     if final.exists():
         os.replace(final, old)
     os.replace(unfinished, final)
     sync_path(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(CheckpointError, FileNotFoundError), hold(old, alone=True):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def hold(folder: Path, alone: bool = False) -> Iterator[None]:
+    """Lock a folder itself, which leaves no file in it: as a reader of a checkpoint, which is then not pruned, or
+    ``alone``. CheckpointError where another has it; for a reader also where its name stands for another at the end."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError as error:  # others: a file system without locks
+            if isinstance(error, BlockingIOError):
+                raise refusal("held", folder=folder) from None
+        yield
+        if not alone and not (folder.is_dir() and os.path.samestat(os.fstat(handle), folder.stat())):
+            raise refusal("written_anew", folder=folder)
+    finally:
+        os.close(handle)
+
+
+def clear_start(run: Path) -> str:
+    """Make room for a start after one that never saved, and say so. Prepared rows stay, metrics under another name."""
+    if list_checkpoints(run):  # it has gone on until now
+        raise ConfigError(f"{run} has saved meanwhile.", f"fullshard resume {run}")
+    for name in (PLAN, CONFIG, DATA, ENVIRONMENT, HELD_OUT):
+        (run / name).unlink(missing_ok=True)
+    shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)  # what a save had not finished
+    if (run / METRICS).is_file():
+        os.replace(run / METRICS, run / METRICS_BEFORE)
+    kept = f" (its metrics: {METRICS_BEFORE})" * (run / METRICS_BEFORE).is_file()
+    return f"starting anew in {run}: the last start there ended before its first checkpoint{kept}"
 
 
 def clear(folder: Path, kept: Path) -> None:
@@ -118,12 +153,7 @@ def newest_checkpoint(run: Path, step: int | None = None) -> tuple[int, Path]:
 def free_run(parent: Path, stem: str) -> Path:
     """The first of parent/stem, parent/stem-2, ... of which neither folder nor recipe (.yaml beside it) exists."""
     runs = (parent / name for name in itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2))))
-    return next(run for run in runs if not run.exists() and not recipe_beside(run).exists())
-
-
-def recipe_beside(run: Path) -> Path:
-    """Where the recipe of a quickstart run lies: next to the run folder."""
-    return run.with_name(f"{run.name}.yaml")
+    return next(run for run in runs if not (run.exists() or run.with_name(f"{run.name}.yaml").exists()))
 
 
 def require_run(run: Path) -> Path:

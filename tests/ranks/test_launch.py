@@ -56,9 +56,9 @@ def test_a_value_that_is_not_finite_is_named_and_ends_every_rank(job):
     done = call(job, "train", "recipe.yaml")
     assert done.returncode == 2, done.stderr
     again = call(job, "resume", "run")
-    assert again.returncode == 2 and "output=ANOTHER_FOLDER" in again.stderr  # no checkpoint: no way back to "train"
-    again = call(job, "train", "recipe.yaml")
-    assert again.returncode == 2 and "resume" not in again.stderr and "output=ANOTHER_FOLDER" in again.stderr
+    assert again.returncode == 2 and "-> Start it again: fullshard train run/recipe.yaml\n" in again.stderr
+    again = call(job, "train", "run/recipe.yaml")
+    assert again.returncode == 2 and again.stderr == done.stderr and "starting anew in run" in again.stdout
     assert "non-finite" in done.stderr and "Step 1" in done.stderr and "Traceback" not in done.stderr
     assert not ranks_alive(job)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -158,3 +159,34 @@ def test_a_disk_that_is_full_while_training_is_named(tmp_path):
     done = run(job, "train", "recipe.yaml", env=hook(job, code))
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "No space left on device" in done.stderr and "fullshard resume run" in done.stderr
+
+
+def test_the_exception_of_the_rank_that_failed_first_is_the_headline_with_step_and_rows(tmp_path):
+    """Rank 0 then loses rank 1, or waits for it; that is not what is told. 12 rows, 4 a step, 2 epochs."""
+    job = make_job(tmp_path, 12)
+    code = """
+        import os
+        if os.environ.get("RANK") == "1":
+            import fullshard.train.loop as loop
+            batch_loss, step = loop.batch_loss, loop.Trainer._step
+            def at_step(self, number, *others):
+                def broken(*given):
+                    if number == 3:
+                        raise RuntimeError("a product went wrong")
+                    return batch_loss(*given)
+                loop.batch_loss = broken
+                return step(self, number, *others)
+            loop.Trainer._step = at_step
+        """
+    started = time.monotonic()
+    done = run(job, "train", "recipe.yaml", "train.save_every=1", env=hook(job, code))
+    assert time.monotonic() - started < 2 * ENDED_WITHIN_SECONDS and not ranks_alive(job)
+    headline = done.stderr.splitlines()[0]
+    found = re.fullmatch(
+        r"Error: Rank 1 raised RuntimeError: a product went wrong; step 3, this rank's rows: (.*)", headline
+    )
+    assert done.returncode == 2 and found, done.stderr
+    places = re.findall(r"(\d+) \(rows\.jsonl:(\d+)\)", found[1])
+    assert places and all(int(line) == int(row) + 1 for row, line in places)
+    again = call(job, "resume", "run")
+    assert again.returncode == 0 and "resumed at step 2" in again.stdout, again.stderr

@@ -108,3 +108,53 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_older_checkpoint(tmp_path, 
     assert said[0][-1] == "" and "" not in said[0][:40]
     assert all("step_000002 cannot be written" in each and "File too large" in each for each in said[0][:40]), said[0]
     assert [bool(each) for each in said[0]] == [bool(each) for each in said[1]]
+
+
+LARGE = 6_000_000  # elements; 24 MB of fp32 a kind
+
+
+def part_of(ranks, border):
+    from fullshard.shard import Shard
+
+    start, stop = (0, border) if ranks.is_first else (border, LARGE)
+    value = torch.arange(start, stop).float()
+    moments = {("w", "exp_avg"): -value}
+    shard = Shard("w", (LARGE,), start, stop, value, None, trainable=True, is_copy=False)
+    return SimpleNamespace(shards=lambda: [shard]), moments, value
+
+
+def save_and_load(ranks, folder):
+    """Save with one border between the ranks, load with another: bytes read and owned, growth of the peak in bytes."""
+    import psutil
+
+    from fullshard.checkpoint import ranges
+    from fullshard.device import peak_memory_bytes, reset_peak_memory
+    from fullshard.model.load import Part
+
+    ranges.Saver(Path(folder), ranks, keep_last=1).save(1, *part_of(ranks, LARGE // 4)[:2], FACTS, {})
+    model, moments, value = part_of(ranks, LARGE // 2)
+    kept, count, read = value.clone(), [], Part._values
+    value.zero_()
+    moments["w", "exp_avg"].zero_()
+
+    def counted(self, start, stop, dtype, out=None):
+        count.append((stop - start) * dtype.itemsize)
+        return read(self, start, stop, dtype, out)
+
+    Part._values = counted
+    try:
+        reset_peak_memory(ranks.device)
+        before = psutil.Process().memory_info().rss
+        measured = abs(peak_memory_bytes(ranks.device) - before) < 1 << 20  # else the peak cannot be reset here
+        ranges.load_checkpoint(checkpoint_path(Path(folder), 1), model, moments)
+        growth = peak_memory_bytes(ranks.device) - before if measured else 0
+    finally:
+        Part._values = read
+    right = torch.equal(value, kept) and torch.equal(moments["w", "exp_avg"], -kept)
+    return right, sum(count), 2 * value.nbytes, growth
+
+
+def test_each_rank_reads_its_ranges_only_and_into_their_place(tmp_path):
+    """Resuming needs no more memory than training: what is loaded lies there already."""
+    for right, read, owned, growth in pool(2).run(save_and_load, str(tmp_path)):
+        assert right and read == owned and growth < owned // 4, (read, owned, growth)

@@ -9,6 +9,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +19,10 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import ONE_RANK, make_model, make_tokenizer
 
+from fullshard.checkpoint import format as checkpoint_format
 from fullshard.checkpoint.format import COMPLETE, MANIFEST, hash_file, newest_good, verify
 from fullshard.checkpoint.ranges import OwnCheckpoint, Saver, load_checkpoint
-from fullshard.errors import CheckpointError, ModelError, UserError
+from fullshard.errors import CheckpointError, DataError, ModelError, UserError
 from fullshard.model.load import WeightFiles, read_header
 from fullshard.run_folder import checkpoint_path, list_checkpoints, write_json
 from fullshard.shard import Shard
@@ -86,6 +89,49 @@ def test_an_older_checkpoint_moved_to_another_disk_does_not_end_the_run(tmp_path
     assert steps(tmp_path)[-1] == 2 and (tmp_path / "elsewhere").is_dir()
 
 
+def test_what_another_process_reads_is_pruned_after_a_later_save(tmp_path):
+    save(tmp_path, 1)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(checkpoint_path(tmp_path, 1))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        save(tmp_path, 2)
+        save(tmp_path, 3)
+        assert steps(tmp_path) == [1, 3] and verify(tmp_path).healthy
+    finally:
+        holder.kill()
+        holder.communicate()
+    save(tmp_path, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from fullshard.run_folder import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_checkpoint_that_is_pruned_while_a_run_is_verified_is_no_damage(tmp_path, monkeypatch):
+    save(tmp_path, 1, keep_last=2)
+    save(tmp_path, 2, keep_last=2)
+    read = checkpoint_format.read_manifest
+
+    def pruned(folder, hashes=False):
+        if folder.name == "step_000001":
+            shutil.rmtree(folder)
+        return read(folder, hashes)
+
+    monkeypatch.setattr(checkpoint_format, "read_manifest", pruned)
+    found = verify(tmp_path)
+    assert found.healthy and [Path(place).name for place, _ in found.found] == ["step_000002"]
+
+
 # A full disk
 
 
@@ -141,6 +187,19 @@ def test_a_disk_that_is_full_at_the_nth_write_leaves_the_older_checkpoint(tmp_pa
         "step_000002",
     ):
         assert name in hit
+
+
+def test_a_save_that_does_not_fit_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    """100 elements of fp32 are 400 bytes; with PEFT's files beside them 800."""
+    save(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=399))
+    with pytest.raises(CheckpointError, match=r"step_000002 needs .* Older checkpoints are as they were"):
+        save(tmp_path, 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=799))
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="step_000004 needs"):
+        Saver(tmp_path, ONE_RANK, 1).save(4, model_of(100), {}, {}, {"adapter_config.json": "{}"})
+    assert steps(tmp_path) == [3] and verify(tmp_path).healthy
 
 
 # What is loaded
@@ -286,4 +345,20 @@ def test_code_in_a_model_folder_is_not_run_whatever_is_typed(tmp_path, monkeypat
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with contextlib.suppress(ModelError):
         read_config(folder) if what == "config" else load_tokenizer(folder)
+    assert not spy.exists()
+
+
+@pytest.mark.parametrize(
+    "expression", ["''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.mkdir(spy)"]
+)
+def test_a_chat_template_is_rendered_in_the_sandbox(tmp_path, expression):
+    from fullshard.data.chat import Renderer, load_tokenizer
+
+    spy = tmp_path / "it_ran"
+    template = (
+        "{% set spy = '" + str(spy) + "' %}{{ " + expression + " }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "model", chat_template=template))
+    with pytest.raises(DataError, match=r"access to attribute '__(class|init)__' of '(str|type)' object is unsafe"):
+        Renderer(tokenizer).prompt([{"role": "user", "content": "red"}])
     assert not spy.exists()

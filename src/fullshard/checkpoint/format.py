@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from collections.abc import Container
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
@@ -128,15 +129,16 @@ def verify(path: str | Path) -> Verification:
             else:
                 read_manifest(folder, hashes=True)
             found.append((str(folder), ""))
-        except UserError as error:
-            found.append((str(folder), error.message))
+        except (UserError, FileNotFoundError) as error:
+            if is_one or folder.is_dir():  # else a run that trains has removed it meanwhile
+                found.append((str(folder), getattr(error, "message", str(error))))
     return Verification(tuple(found))
 
 
-def newest_good(run: Path, step: int | None = None) -> tuple[int, Path, list[str]]:
-    """The newest whole checkpoint of ``run`` and why newer ones are none; that of ``step`` must be whole itself."""
+def newest_good(run: Path, step: int | None = None, others: Container[int] = ()) -> tuple[int, Path, list[str]]:
+    """The newest whole checkpoint of ``run`` but ``others``, and why newer are none; ``step`` must be whole itself."""
     newest, problems = newest_checkpoint(run, step), []
-    for number, folder in [newest] if step else reversed(list_checkpoints(run)):
+    for number, folder in [newest] if step else [one for one in list_checkpoints(run)[::-1] if one[0] not in others]:
         try:
             read_manifest(folder, hashes=True)
             return number, folder, problems

@@ -15,6 +15,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from transformers.modeling_utils import str_to_torch_dtype
+from fullshard import run_folder
 from fullshard.checkpoint.format import Manifest, Piece, StoredTensor, hash_file, read_manifest, write_manifest
 from fullshard.errors import Blame, CheckpointError, UserError, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, is_adapter, stored_name
@@ -23,6 +24,7 @@ from fullshard.ranks import Ranks
 from fullshard.run_folder import checkpoint_path, list_checkpoints, publish_folder, read_json, sync_path, write_json
 from fullshard.shard import Shard, ShardedModel
 
+Facts = dict[str, Any]
 Moments = dict[tuple[str, str], torch.Tensor]  # (parameter name, moment) -> its local flat view, as the shard lies
 PROOF = "proof.safetensors"
 
@@ -68,14 +70,11 @@ class Saver:
     def wait(self) -> None:
         """Until the last checkpoint is published, on all ranks; raises what went wrong with it. Collective."""
         if self._writing is not None:
-            result, is_first = self._writing.result, self._ranks.is_first
-            self._writing = None
+            result, is_first, self._writing = self._writing.result, self._ranks.is_first, None
             self._ranks.agree(None if is_first else result)  # rank 0's thread would wait for one that has failed
             self._ranks.agree(result if is_first else None)
 
-    def _write(
-        self, final: Path, temporary: Path, files: dict[str, Any], described: list[StoredTensor], facts: dict[str, Any]
-    ) -> None:
+    def _write(self, final: Path, temporary: Path, files: Facts, described: list[StoredTensor], facts: Facts) -> None:
         """Write this rank's files and say so in one more; rank 0 publishes when all have. No collective is used."""
         say = "rank_{:05d}.json".format
         with Blame(CheckpointError, f"{final} cannot be written", f"Free the disk, then: fullshard resume {self._run}"):
@@ -108,17 +107,20 @@ class Saver:
             self._prune(final)
 
     def _prune(self, saved: Path) -> None:
-        """Remove older checkpoints: never ``saved``, nor (keep_best) the whole one with the lowest held-out loss."""
+        """Remove older ones, but not ``saved``, nor (keep_best) the whole one of the lowest loss, nor what is held."""
         found, losses = [path for _, path in list_checkpoints(self._run)], {}
         for path in found if self._keep_best else ():
             with suppress(UserError):
                 losses[path] = read_manifest(path).trainer.get("last_eval")
         losses = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        kept = {saved, *found[-self._keep :], *sorted(losses, key=losses.__getitem__)[:1]}
         gone = saved.with_name(".old")  # under this name a kill leaves no half of a checkpoint
-        for path in set(found) - {saved, *found[-self._keep :], *sorted(losses, key=losses.__getitem__)[:1]}:
-            shutil.rmtree(gone, ignore_errors=True)
-            os.replace(path, gone)
-            gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)
+        found += saved.parent.glob(".step_*.old")  # written anew while they were read
+        for path in set(found) - kept:
+            with suppress(CheckpointError), run_folder.hold(path, alone=True):
+                shutil.rmtree(gone, ignore_errors=True)
+                os.replace(path, gone)
+                gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)
 
 
 def _write_file(path: Path, content: dict[str, torch.Tensor] | str) -> dict[str, Any]:
@@ -148,8 +150,7 @@ class OwnCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
-        self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.folder, self.manifest = folder, read_manifest(folder)
         self._stored = {(stored.name, stored.kind): stored for stored in self.manifest.tensors}
         self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
 

@@ -18,8 +18,7 @@ from fullshard.frozen import Frozen
 from fullshard.run_folder import read_json
 
 Message = dict[str, Any]  # role, content; where present tool_calls, tool_call_id, name, reasoning_content, train
-Variables = dict[str, Any] | None
-Tools = list[Any] | None
+Variables, Tools = dict[str, Any] | None, list[Any] | None
 RENDER_SECONDS = 10.0  # processor time for one conversation; a template may loop for ever
 MOST_MESSAGES = 4000  # of one conversation; the time for it grows with the square
 PROBE = "fullshard"  # an answer whose place in the rendered text shows what the template writes around answers
@@ -170,8 +169,7 @@ class Renderer:
             raise DataError(f"The model has no chat template that reads {', '.join(unread)}.", hint)
 
     def _begin(self, messages: list[Message], tools: Tools) -> list[Message]:
-        self._tools = tools or None
-        roles = [message["role"] for message in messages[:2]]
+        self._tools, roles = tools or None, [message["role"] for message in messages[:2]]
         if roles in (["system", "user"], ["developer", "user"]) and not self._takes(roles[0]):
             text = "\n\n".join(message["content"] for message in messages[:2] if message["content"])
             return [messages[0] | messages[1] | {"content": text}, *messages[2:]]
@@ -240,8 +238,7 @@ class Renderer:
         end = len(ids) if stop is None else stop + 1
         while stop is None and end > start and not self.tokenizer.decode(ids[end - 1]).strip():
             end -= 1  # whitespace that the template puts after the turn
-        words = set(ids[start:end]) - self.special_ids
-        which = f" ({(messages[place].get('content') or '')[:30]!r})"
+        words, which = set(ids[start:end]) - self.special_ids, f" ({(messages[place].get('content') or '')[:30]!r})"
         if not words:
             raise refusal("no_answer", which=which)
         if words == {self.tokenizer.unk_token_id}:

@@ -262,8 +262,7 @@ class ChunkRenderer:
     def _fit(self, part: Part, rendered: Rendered, row: Row, content: int) -> str | None:
         """Keep a training row (cut where the policy says so) and return None, or return why it is not kept."""
         book, limit, length = part.book, self._data.max_length, len(rendered.ids)
-        book.longest = max(book.longest, length)
-        kept = rendered if length <= limit else rendered.part(0, limit)
+        book.longest, kept = max(book.longest, length), rendered if length <= limit else rendered.part(0, limit)
         ids, targets = kept.ids, kept.supervised[1:].count(True)
         if not targets or (length > limit and self._data.too_long != "cut"):
             problem = "longer than max_length" if targets else "no supervised token"

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import util
 from itertools import takewhile
@@ -23,7 +24,7 @@ from fullshard.infer.packed import pack_linears
 from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import attention_for, read_config, stop_ids, union_of_ids
-from fullshard.run_folder import MERGE_FACTS, read_json
+from fullshard.run_folder import MERGE_FACTS, hold, read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
 Ids = list[int]  # of tokens
@@ -63,25 +64,26 @@ def load_for_inference(model: str | Path | Answerer, template_arguments: Variabl
         other = template_arguments is not None
         return replace(model, renderer=Renderer(model.tokenizer, "all", template_arguments)) if other else model
     adapter = Path(model) if (Path(model) / PEFT_CONFIG).is_file() else None
-    folder = fetch_model(read_json(adapter / PEFT_CONFIG)["base_model_name_or_path"] if adapter else model)
-    device = select_device(0)
-    disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
-    settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
-    settings["dtype"] = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
-        spread = {"device_map": "auto"} if num_devices() > 1 else {}
-        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings, **spread)
-    if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # transformers only warns
-        raise refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent))
-    if adapter:
-        from peft import PeftModel, get_peft_model_state_dict
-        from peft.utils import load_peft_weights
+    with hold(adapter) if adapter else nullcontext():  # it may be a checkpoint of a run that trains
+        folder = fetch_model(read_json(adapter / PEFT_CONFIG)["base_model_name_or_path"] if adapter else model)
+        device = select_device(0)
+        disable_progress_bar()  # transformers' own bar over loading; ours are the only ones
+        settings = {"attn_implementation": attention_for(read_config(folder)), "output_loading_info": True}
+        settings["dtype"] = torch.float32 if device.type == "cpu" else torch.bfloat16
+        with Blame(ModelError, f"{folder} cannot be loaded", "Check the folder, or download it again."):
+            spread = {"device_map": "auto"} if num_devices() > 1 else {}
+            loaded, info = AutoModelForCausalLM.from_pretrained(folder, **settings, **spread)
+        if absent := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # it only warns
+            raise refusal("lacking_weights", folder=folder, name=absent[0], count=len(absent))
+        if adapter:
+            from peft import PeftModel, get_peft_model_state_dict
+            from peft.utils import load_peft_weights
 
-        with Blame(ModelError, f"{adapter} does not fit {folder}", f"Merge it: fullshard merge {adapter} --base MODEL"):
-            loaded = PeftModel.from_pretrained(loaded, str(adapter), autocast_adapter_dtype=False)
-            stored = load_peft_weights(str(adapter), device="cpu")
-            if strange := stored.keys() ^ get_peft_model_state_dict(loaded).keys():  # PEFT only warns
-                raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")
+            with Blame(ModelError, f"{adapter} does not fit {folder}", f"fullshard merge {adapter} --base MODEL"):
+                loaded = PeftModel.from_pretrained(loaded, str(adapter), autocast_adapter_dtype=False)
+                stored = load_peft_weights(str(adapter), device="cpu")
+                if strange := stored.keys() ^ get_peft_model_state_dict(loaded).keys():  # PEFT only warns
+                    raise ValueError(f"{min(strange)} is only in one of them ({len(strange)} such tensors)")
     if device.type == "cpu" and torch.backends.quantized.engine in ("x86", "fbgemm"):
         pack_linears(loaded)
     tokenizer = load_tokenizer(adapter if adapter and any(adapter.glob("tokenizer*")) else folder)
@@ -150,8 +152,8 @@ def generate_ids(
 
 
 def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) -> list[dict[str, Any]]:
-    """The rows of a JSONL file with an ``answer`` each: to ``prompt``, or to ``messages`` that end before it. Takes
-    what generate_text does. DataError for a line that is neither."""
+    """Rows of JSONL with an ``answer`` each: to ``prompt``, or ``messages`` before it. Takes what generate_text does.
+    DataError for a line that is neither."""
     rows = []
     for number, line in enumerate(Path(data).read_text(encoding="utf-8-sig").splitlines(), 1):
         if line.strip():

@@ -96,6 +96,5 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: Source, names: Model
     if not place.has_magnitude:
         return adapter
     magnitude = checkpoint.read(f"{module}.lora_magnitude_vector").float()
-    whole = adapter.fold(names.weights.read_whole(place.parameter), 0)
-    over = 0 if place.layout == "conv1d" else 1
+    whole, over = adapter.fold(names.weights.read_whole(place.parameter), 0), 0 if place.layout == "conv1d" else 1
     return replace(adapter, factor=(magnitude / whole.norm(dim=over)).unsqueeze(over))

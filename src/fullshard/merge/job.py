@@ -4,7 +4,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.merge.writer import SHARD_BYTES, ExactWeights, OutputTensor, plan_outputs, write_weights
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, unfinished_folder, union_of_ids
-from fullshard.run_folder import MERGE_FACTS, newest_checkpoint, read_json, require_run, write_json
+from fullshard.run_folder import MERGE_FACTS, hold, newest_checkpoint, read_json, require_run, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none
@@ -48,11 +48,13 @@ class Inputs:
 
     def __init__(self, place: Path, step: int | None, base: str | None) -> None:
         """Open a run folder, or what another tool saved, for the model ``base``. MergeError, CheckpointError."""
+        self.held = ExitStack()  # a run that trains does not prune its checkpoint before this is closed
         if (place / MANIFEST).is_file():  # a checkpoint in a run
             place, step = place.resolve().parents[1], read_manifest(place).step
         self.place, self.compute, self.proof, added = place, "fp32", (torch.tensor([[*PROMPT]]), None), []
         if (place / run_folder.CHECKPOINTS).is_dir() or (place / run_folder.CONFIG).is_file():
             self.step, folder = newest_checkpoint(require_run(place), step)
+            self.held.enter_context(hold(folder))
             self.source: Source = OwnCheckpoint(folder)
             manifest, trainer = self.source.manifest, self.source.manifest.trainer
             if base is not None:
@@ -136,7 +138,7 @@ def merge_run(
     files = sorted(path for path in (*inputs.files, *inputs.base.iterdir()) if path.is_file())
     stamps = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     made_from = [version("fullshard"), dtype, shard_bytes, *stamps]
-    with unfinished_folder(output, MergeError, "Choose another with --output.", made_from) as unfinished:
+    with unfinished_folder(output, MergeError, "Choose another with --output.", made_from) as unfinished, inputs.held:
         needed = num_bytes - sum(path.stat().st_size for path in unfinished.glob("*.safetensors"))
         if (free := shutil.disk_usage(unfinished).free) < needed:
             raise refusal("no_room", needed=needed / 1e9, parent=output.parent, free=free / 1e9)
@@ -190,7 +192,8 @@ def _check(folder: Path, started: float) -> MergeResult:
     for path, wanted in [*files, *((folder / name, wanted) for name, wanted in facts["output_xxh3"].items())]:
         if not path.is_file() or hash_file(path) != wanted:
             raise refusal("not_as_merged", path=path)
-    stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, getattr(torch, facts["dtype"])))
+    with inputs.held:
+        stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, getattr(torch, facts["dtype"])))
     lines = (*lines, f"checked: {folder} is what was merged; {len(files)} input files unchanged")
     return MergeResult(folder, inputs.step, stored.line, lines, stored, time.monotonic() - started)
 

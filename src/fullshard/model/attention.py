@@ -44,11 +44,9 @@ def attend(
     rows = []
     for row, lengths in enumerate(documents.lengths):
         # split, not slices: its backward joins the pieces once instead of adding each to a whole of zeros
-        pieces = [whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)]
-        parts = []
+        pieces, parts = [whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)], []
         for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
-            window = min(length, sliding_window or length)
-            seen = None
+            window, seen = min(length, sliding_window or length), None
             if not plain or window < length:  # which keys each query sees: itself and those before it, window in all
                 seen = torch.ones(length, length, dtype=torch.bool, device=query_BHSD.device).tril().triu(1 - window)
             if plain:

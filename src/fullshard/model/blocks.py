@@ -5,8 +5,7 @@ import re
 from torch import nn
 from fullshard.errors import ModelError
 
-ADAPTER = "default"
-PEFT_PREFIX = "base_model.model."
+ADAPTER, PEFT_PREFIX = "default", "base_model.model."
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 

@@ -22,12 +22,11 @@ from fullshard.model.load import FACTS, INDEX, SIDE_FILES, check_model_folder, u
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ("config.json", "generation_config.json", INDEX, "README.md", *SIDE_FILES)
 WAYS, BUILT_IN = FACTS["other_ways"], FACTS["built_in"]
+Place = str | Path
 Progress = Callable[[str], None]  # called with what is being done
 
 
-def fetch_model(
-    path: str | Path, source: str = "huggingface", revision: str | None = None, weights: bool = True
-) -> Path:
+def fetch_model(path: Place, source: str = "huggingface", revision: str | None = None, weights: bool = True) -> Path:
     """The checked folder ``path``, or the download of this id; ``weights=False``: without them. Raises ModelError."""
     folder = Path(path).expanduser()
     if not folder.exists() and MODEL_ID.fullmatch(str(path)):

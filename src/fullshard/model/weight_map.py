@@ -57,8 +57,7 @@ class WeightMap:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened parameter or buffer, 1-d, in the files' dtype."""
-        stop = math.prod(self.shapes[name]) if stop is None else stop
-        name = self._source_name(name)
+        stop, name = math.prod(self.shapes[name]) if stop is None else stop, self._source_name(name)
         if (group := self._outputs[name]).converter is not None:
             if self._converted_group[0] != group.target:
                 self._converted_group = ("", {})  # let go of the last one first

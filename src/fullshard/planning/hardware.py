@@ -12,8 +12,7 @@ import yaml
 from fullshard.errors import PlanError, refusal
 from fullshard.frozen import Frozen
 
-GIB = 2**30
-CONTROL_GROUP = Path("/sys/fs/cgroup")
+GIB, CONTROL_GROUP = 2**30, Path("/sys/fs/cgroup")
 
 
 class Accelerator(Frozen):

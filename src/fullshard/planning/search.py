@@ -24,8 +24,7 @@ from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.shard import choose_engine
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
-DEVICE_MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
-ALL_AT_ONCE = (1 << 40, "tokens")
+DEVICE_MICRO_TOKENS, ALL_AT_ONCE = (16384, 8192, 4096, 2048, 1024), (1 << 40, "tokens")
 USABLE_SHARE = 0.95  # of the memory that is free now
 LAUNCHER_BYTES = 400_000_000  # the process that starts the ranks of a CPU machine
 LONG_ROWS = 1.15  # supervised share of the rows with the most, over that of all
@@ -95,8 +94,7 @@ def compare_plans(config: RunConfig, **options: Any) -> Comparison:
     times as many devices (a CPU machine: 1, 2 and 4 ranks). Takes and raises what make_plan does, but for the size."""
     own, facts = _start(config, **options)
     others = {1, 2, 4} if facts.machine.kind == "cpu" else {own // 2 or 1, 2 * own, 4 * own}
-    counts = [count for count in sorted({own, *others}) if not count % config.train.replicas]
-    plans = {}
+    counts, plans = [count for count in sorted({own, *others}) if not count % config.train.replicas], {}
     for method, count in itertools.product(sorted(("full", "lora"), key=config.method.__ne__), counts):
         changed = config.model_copy(update={"method": method})
         plans[method, count] = _finish(changed, count, facts, choose(changed, count, facts))
@@ -138,8 +136,7 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
         config = with_model_folder(config, weights=False)
     volume = volume or read_volume(config)
     model = shapes.build_for_plan(config.model.path, added := len(config.model.add_tokens))
-    shape = shapes.shape_of(model)
-    adapters = shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
+    shape, adapters = shapes.shape_of(model), shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
     if card is None:
         return Facts(read_machine(), shape, adapters, volume)
     rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
@@ -223,8 +220,7 @@ def longest_row(config: RunConfig, facts: Facts) -> int:
 
 
 def _micro_batches(config: RunConfig, facts: Facts, share: int) -> list[tuple[int, str]]:
-    """Sizes to try, best first, up to ``share`` tokens, where a whole step at once keeps no gradients over
-    micro-batches; one row is the least."""
+    """Sizes to try, best first, to ``share`` tokens: a whole step at once keeps no gradients; one row is the least."""
     if config.train.micro_batch is not None:
         return [parse_quantity(config.train.micro_batch)]
     longest = longest_row(config, facts)
@@ -323,8 +319,7 @@ def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch:
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
     area = sum(max(_area_of(cell, lengths) for cell in cells) for layout in layouts for cells in layout)
-    scale = num_steps / len(sampled)
-    evaluations = 1 + (num_steps // every if every else -(-num_steps // len(first)))
+    scale, evaluations = num_steps / len(sampled), 1 + (num_steps // every if every else -(-num_steps // len(first)))
     supervised = sum(tokens) * scale * volume.supervised_share / num_ranks
     return StepWork(
         padded_tokens=area * scale, supervised_tokens=supervised, mean_length=area / sum(map(len, sampled)) * num_ranks,

@@ -68,8 +68,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     embeddings = sum(weight.numel() for weight in tables if weight.dim() == 2)
     head_matrix = (model.get_output_embeddings() or model.get_input_embeddings()).weight.numel()
     widths = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    intermediate = _first(settings, *widths) or 4 * settings.hidden_size
-    heads = settings.num_attention_heads
+    intermediate, heads = _first(settings, *widths) or 4 * settings.hidden_size, settings.num_attention_heads
     head_dim = _first(settings, "head_dim") or settings.hidden_size // heads
     key_heads = _first(settings, "num_key_value_heads") or heads
     return ModelShape(

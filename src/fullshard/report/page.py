@@ -186,8 +186,8 @@ def _spans(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_run_report(run: str | Path, output: Place = None, lang: str = "en") -> Path:
-    """Write the page of a run (default RUN/report.html) and return its path. What the run does not have yet is named
-    with the command that makes it. ConfigError: no run folder."""
+    """Write the page of a run (default RUN/report.html), its path. What it lacks is named with the command that makes
+    it. ConfigError: no run folder."""
     run, names = require_run(Path(run)), ("config", "plan", "environment", "data", "eval", "result")
     facts: dict[str, Any] = {name: read_json(run / f"{name}.json", optional=True) for name in names}
     facts["merged"] = read_json(run / run_folder.MERGED / run_folder.MERGE_FACTS, optional=True)

@@ -50,5 +50,4 @@ def in_later_replica(mesh: DeviceMesh) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local, flat view of a tensor laid out like a shard (a parameter, its gradient, an optimizer moment)."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local.detach().reshape(-1)
+    return getattr(tensor, "_local_tensor", tensor).detach().reshape(-1)

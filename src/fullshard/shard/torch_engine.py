@@ -76,8 +76,7 @@ class TorchShardedModel:
             gradient = local_part(parameter.grad) if parameter.grad is not None else None
             whole = name in self._replicated
             rows = 0 if whole else min(self._rank * -(-shape[0] // self._num_ranks), shape[0])  # before this rank's
-            start = rows * math.prod(shape[1:])
-            is_copy = self._is_copy or (whole and self._rank > 0)
+            start, is_copy = rows * math.prod(shape[1:]), self._is_copy or (whole and self._rank > 0)
             stop, trainable = start + value.numel(), parameter.requires_grad
             found.append(Shard(name, shape, start, stop, value, gradient, trainable, is_copy))
         return found

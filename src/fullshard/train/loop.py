@@ -5,7 +5,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from fullshard.model.adapters import peft_config_text
 from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
-from fullshard.run_folder import ERRORS, METRICS, PREPARED, TRACE, checkpoint_path, claim_run, read_json, write_json
+from fullshard.run_folder import ERRORS, METRICS, PREPARED, RESULT, TRACE, checkpoint_path, read_json, write_json
 from fullshard.shard import choose_engine
 from fullshard.train import optimizer as updates
 from fullshard.train.guard import Guard
@@ -33,7 +33,6 @@ from fullshard.train.metrics import MetricsLog
 from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
-RESULT = "result.json"
 PROOF_TOKENS = 16
 SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
 
@@ -63,13 +62,11 @@ def run_rank(
     """Train (or resume) ``run`` on this rank; rank 0 writes and prints. ``signals``: save, then raise Stopped."""
     set_fast_fp32(False)
     guard = Guard(run / ERRORS, ranks.rank, signals, accelerator=ranks.host is not None)
-    started = time.perf_counter()
-    data = open_prepared(run / PREPARED, "train")
+    started, data = time.perf_counter(), open_prepared(run / PREPARED, "train")
     held_out = open_prepared(run / PREPARED, "eval") if (run / PREPARED / "eval").is_dir() else None
     steps = windows_of_run(data.lengths, config.train)
-    lock = claim_run(run) if ranks.is_first else nullcontext()
     log = MetricsLog(run / METRICS, len(steps), resume or 0, ranks.is_first, quiet, config.train.trackers)
-    with lock, closing(log), closing(guard):
+    with closing(log), closing(guard):
         trainer = Trainer(run, config, plan, ranks, data, held_out, steps, log, guard)
         first_step = trainer.resume(resume) if resume else 0
         trainer.prove_start()
@@ -108,8 +105,7 @@ class Trainer:
         self.built: Built = build_sharded(config, ranks, self.precision, *planned, micro_tokens)
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
-        self.scale = LossScale(self.precision.loss_scale)
-        self.last_loss, self.last_eval = float("nan"), None
+        self.scale, self.last_loss, self.last_eval = LossScale(self.precision.loss_scale), float("nan"), None
         self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
         self.planned_bytes, self.planned_save_bytes = (plan.get("moments", {}).get(name) for name in ("train", "save"))
         self.planned_speeds: list[float] = plan.get("tokens_per_second", [])  # of all ranks, low and high
@@ -180,8 +176,7 @@ class Trainer:
 
     def _step(self, number: int, epoch: int, window: np.ndarray) -> int:
         """One optimizer step over whole documents, whose supervised tokens divide the loss; the stop signal, or 0."""
-        started = time.perf_counter()
-        train, ranks, device = self.config.train, self.ranks, self.ranks.device
+        started, train, ranks, device = time.perf_counter(), self.config.train, self.ranks, self.ranks.device
         layout = self._layout(window)
         num_supervised, num_tokens = (int(each[window].sum()) for each in (self.data.supervised, self.data.lengths))
         if number == 1:
@@ -231,8 +226,7 @@ class Trainer:
             self.log.say(unmoved_line(sum(ranks.gather_objects(counts), Counter()), peak))
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
-        seconds = time.perf_counter() - started
-        self.last_loss = loss_value
+        seconds, self.last_loss = time.perf_counter() - started, loss_value
         self.tokens_done += num_tokens
         self.step_seconds += seconds
         self.peak_bytes = peak_memory_bytes(device)

@@ -12,8 +12,7 @@ from fullshard.shard import Shard, ShardedModel, local_part
 from fullshard.train.precision import LossScale, round_stochastically
 
 ROUNDED_AT_ONCE = 1 << 22  # elements; their random bits take 8 bytes each
-ADAM_BETAS = (0.9, 0.999)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_BETAS, MOMENTS = (0.9, 0.999), ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: str, warmup: float) -> float:

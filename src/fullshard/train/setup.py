@@ -111,11 +111,9 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
 @torch.no_grad()
 def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision) -> str:
     """Compare our head path with the model's own, at most 64 tokens; these are taken if they differ. Collective."""
-    model = built.loss_model
-    labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
+    model, labels = built.loss_model, torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
     model.eval()
-    ours = model(input_ids, None)
-    changed = torch.cat([input_ids[:, :-1], (input_ids[:, -1:] == 0).long()], 1)
+    ours, changed = model(input_ids, None), torch.cat([input_ids[:, :-1], (input_ids[:, -1:] == 0).long()], 1)
     ahead = (model(changed, None) - ours)[:, :-1].abs().max() if input_ids.shape[1] > 1 else torch.zeros(())
     own = model(input_ids, None, own_logits=True)
     loss, own_loss = float(model(input_ids, labels)), float(model(input_ids, labels, own_logits=True))
@@ -133,8 +131,7 @@ def check_loss_path(built: Built, input_ids: torch.Tensor, precision: Precision)
 @torch.no_grad()
 def check_packing(built: Built, rows: list[list[int]], precision: Precision, device: torch.device) -> str:
     """Logits of packed ``rows`` must be those of each alone, by our attention or masks; else ConfigError."""
-    model, failures = built.loss_model, []
-    tokens = [torch.tensor([row], device=device) for row in rows]
+    model, failures, tokens = built.loss_model, [], [torch.tensor([row], device=device) for row in rows]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
     depth = len(find_blocks(model.causal_lm)[1])
     model.eval()  # dropout would make the two differ
@@ -149,8 +146,7 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
         largest, second = apart.abs().max().clamp_min(1e-6), slice(len(rows[0]), None)
         difference = float((packed - apart).abs().max() / largest)
         leak = float((packed - other)[:, second].abs().max() / largest)  # sharper: isolated rows hardly differ in a bit
-        reached = len(documents.layers) if documents else depth
-        way = "attention by document" if documents else "masks"
+        reached, way = len(documents.layers) if documents else depth, "attention by document" if documents else "masks"
         apart_enough = leak <= LEAK_TOLERANCE[precision.compute] and reached == depth
         if apart_enough and difference <= LOSS_PATH_TOLERANCE[precision.compute]:
             model.train()

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import END, EOS, WORDS, ids_of, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from fullshard.errors import ConfigError, ModelError
+from fullshard.errors import CheckpointError, ConfigError, ModelError
 from fullshard.infer.generate import Answerer, generate_ids, generate_text, load_for_inference, prompt_tokens
 from fullshard.infer.packed import PackedLinear, pack_linears
+from fullshard.run_folder import hold
 
 PROMPTS = [ids_of(" ".join(WORDS[start : start + size])) for start, size in ((3, 9), (0, 3), (20, 5), (40, 9), (7, 1))]
 
@@ -173,7 +174,7 @@ def test_one_prompt_is_streamed(llama):
     assert out.getvalue().strip() == answers[0].strip() and answers[0]
 
 
-def test_an_adapter_answers_without_merging(tmp_path):
+def test_an_adapter_answers_without_merging(tmp_path, monkeypatch):
     from safetensors.torch import load_file, save_file
 
     base = make_folder(tmp_path / "base")
@@ -187,6 +188,18 @@ def test_an_adapter_answers_without_merging(tmp_path):
     with torch.no_grad():
         assert torch.allclose(answerer.model(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits, atol=1e-5)
     assert generate_ids(answerer, PROMPTS, 8) != generate_ids(plain, PROMPTS, 8)
+
+    def prune(*arguments, **named):  # a run that trains, to which it may belong, meets a lock
+        with pytest.raises(CheckpointError, match="is used by another process"), hold(tmp_path / "adapter", alone=True):
+            pass
+        return load(*arguments, **named)
+
+    load = PeftModel.from_pretrained
+    with monkeypatch.context() as patched:
+        patched.setattr(PeftModel, "from_pretrained", prune)
+        load_for_inference(tmp_path / "adapter")
+    with hold(tmp_path / "adapter", alone=True):
+        pass
     file = tmp_path / "adapter/adapter_model.safetensors"
     weights = load_file(file)
     save_file({name.replace("layers.1.", "layers.9."): value for name, value in weights.items()}, file)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_by_hand import change_base_dtype, full_run, load_fp32, logits_of, lora_run, proof_tokens, rehash
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, make_tokenizer
+from tiny_models import ONE_RANK, make_model, make_tokenizer
 
-from fullshard.checkpoint.ranges import PROOF
+from fullshard.checkpoint.format import verify
+from fullshard.checkpoint.ranges import PROOF, Saver
 from fullshard.errors import CheckpointError, MergeError
 from fullshard.merge.job import merge_run
+from fullshard.run_folder import list_checkpoints, publish_folder
+from fullshard.shard import Shard
 
 
 @pytest.fixture
@@ -261,3 +265,38 @@ def test_values_too_large_for_fp16_are_refused(tmp_path, base):
     full_run(tmp_path / "large", base)
     with pytest.raises(MergeError, match=r"model\.norm\.weight holds values that are not finite in float16"):
         merge_run(tmp_path / "large", dtype="fp16")
+
+
+def save(run: Path, step: int) -> None:
+    """As a training run with keep_last=1 does."""
+    shard = Shard("w", (4,), 0, 4, torch.ones(4), None, trainable=True, is_copy=False)
+    sharded = SimpleNamespace(shards=lambda: [shard])
+    Saver(run, ONE_RANK, 1).save(step, sharded, {}, {"method": "full", "base_model": "/m", "trainer": {}}, {})
+
+
+def test_a_run_that_prunes_beside_a_merge_leaves_its_checkpoint(tmp_path, base):
+    run, later = tmp_path / "run", iter((4, 5))
+    full_run(run, base)
+    result = merge_run(run, progress=lambda text: save(run, next(later)))
+    assert result.step == 3 and next(later, None) is None
+    assert [step for step, _ in list_checkpoints(run)] == [3, 5] and verify(run).healthy
+    assert merge_run(result.folder, check=True, progress=print).line == result.line
+    save(run, 6)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000006"]
+
+
+def test_a_checkpoint_written_anew_while_it_is_merged_is_not_mixed(tmp_path, base):
+    """As by a run that was resumed from an earlier step."""
+    run = tmp_path / "run"
+    full_run(run, base)
+    merge_run(run, tmp_path / "once")
+
+    def write_anew(text):
+        shutil.copytree(run / "checkpoints/step_000003", tmp_path / "anew", dirs_exist_ok=True)
+        publish_folder(tmp_path / "anew", run / "checkpoints/step_000003")
+
+    with pytest.raises(CheckpointError, match="step_000003 was written anew, or removed, while it was read"):
+        merge_run(run, tmp_path / "twice", progress=write_anew)
+    assert not (tmp_path / "twice").exists()
+    save(run, 4)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000004"]

@@ -121,8 +121,7 @@ class ForeignCheckpoint:
         """Open what lies at ``path``. MergeError where it is damaged, empty, DeepSpeed's or of no known format."""
         self.folder, self.lora = path, None
         files, self.format, read = _find(path)
-        self.files = [*files]
-        places = [files[0].parent] if read is read_dcp else files
+        self.files, places = [*files], [files[0].parent] if read is read_dcp else files
         self._found = {name: tensor for place in places for name, tensor in read(place).items()}
         self.weights: dict[str, FileTensor] = {}  # by ``take``
         for place in (path, path.parent):
@@ -131,8 +130,7 @@ class ForeignCheckpoint:
                 self.files.append(place / PEFT_CONFIG)
 
     def take(self, names: Any, grown: Callable[[tuple[int, ...]], Any]) -> Any:
-        """Give the tensors the names of a model, ModelNames; those of ``grown(new ids)`` where the vocabulary is larger
-        here. Returns the names. MergeError where some fit none."""
+        """Name the tensors as a model does; its names, or ``grown(new ids)`` for a larger vocabulary. MergeError."""
         known, strange = names.canonical.keys() | names.adapter_shapes.keys() | names.weights.shapes.keys(), []
         renamed, config, is_paired = FACTS["wrappers"], names.model.config, False
         if any("tok_embeddings." in raw for raw in self._found):

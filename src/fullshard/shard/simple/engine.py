@@ -33,8 +33,7 @@ BUFFERS = PREFETCH + 2  # of blocks: one computes, one is gathered, one is reduc
 
 
 class Schedule:
-    """The order in which units compute: recorded in the first forward (``agree`` compares it over the ranks, or
-    raises), held to afterwards, read ahead for prefetching."""
+    """The order in which units compute: recorded in the first forward (``agree`` compares ranks), kept, read ahead."""
 
     def __init__(self, prefetch: int, agree: Callable[[Unit], None]) -> None:
         self._prefetch, self._agree = prefetch, agree
@@ -62,8 +61,7 @@ class Schedule:
     def end(self, root: Unit) -> None:
         """The forward, ``root``'s, is over: its order holds from now on. Raises TrainError as ``enter``."""
         self.enter(root)
-        self._is_known = True
-        self._place_back = len(self.order)
+        self._is_known, self._place_back = True, len(self.order)
 
     def coming(self) -> list[Unit]:
         """The units that compute next in forward."""

@@ -85,11 +85,9 @@ class Group:
         self._reduce_dtype = reduce_dtype  # the least precise of gradients on their way; None: as computed
         buffer.users.append(self)
         self.phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
-        device = buffer.flat.device
-        self.rank = wires.gather.rank
+        device, self.rank = buffer.flat.device, wires.gather.rank
         self.shard_S = torch.zeros(layout.shard_elements, dtype=dtype, device=device)
-        self.parameters, self.shards = [], []
-        flat_P = buffer.take(self)
+        self.parameters, self.shards, flat_P = [], [], buffer.take(self)
         for slot in layout.slots:  # .data: views with version counters of their own, which filling does not move
             view = flat_P[slot.offset : slot.offset + slot.size].view(slot.shape).data
             self.parameters.append(nn.Parameter(view, requires_grad=trainable))
@@ -234,10 +232,8 @@ class Wires:
 
 @dataclass(eq=False)
 class Unit:
-    """Modules whose groups are gathered together. ``strategy``:
-
-    ``full`` frees after forward and gathers again for backward; ``keep`` frees after backward; ``replicate`` keeps the
-    values until the optimizer has changed them."""
+    """Modules whose groups are gathered together. ``strategy``: ``full`` frees after forward and gathers again for
+    backward; ``keep`` frees after backward; ``replicate`` keeps the values until the optimizer has changed them."""
 
     name: str
     number: int

@@ -33,8 +33,7 @@ class Wire:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.num_ranks, self.rank = group, group.size(), group.rank()
-        self._pairwise = device.type == "cpu"
-        self._stream = SideStream(device)
+        self._pairwise, self._stream = device.type == "cpu", SideStream(device)
         self._peers = [dist.get_global_rank(group, rank) for rank in range(self.num_ranks)]
 
     def gather(self, pieces_WS: torch.Tensor, own_S: torch.Tensor) -> Transfer:

@@ -14,12 +14,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 import typer
-import yaml
 import fullshard
-from fullshard.errors import UserError
+from fullshard.errors import UserError, read_table
 from fullshard.words import answer_word
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = read_table("cli.yaml")
 
 
 class _Verbs(typer.core.TyperGroup):

@@ -5,19 +5,18 @@ whatever else is handed in is text, and is escaped."""
 import math
 import re
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 import numpy as np
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fullshard import run_folder, verdict
 from fullshard.config import RunConfig
 from fullshard.data.chat import load_tokenizer
 from fullshard.data.near import THRESHOLD, near_copies
 from fullshard.data.prepared import PreparedData, open_prepared, prepare
-from fullshard.errors import PlanError
+from fullshard.errors import PlanError, read_table
 from fullshard.model.fetch import with_model_folder
 from fullshard.planning.plan import EXPLAIN, Comparison, Plan, format_bytes
 from fullshard.planning.search import make_plan
@@ -39,10 +38,9 @@ ENVIRONMENT.globals.update(round_step=round_step, amount=verdict.amount, say=ver
 HTML: Any = ENVIRONMENT.get_template("page.html").module  # the macros
 
 
-@cache
 def page_words(name: str, lang: str) -> dict[str, Any]:
     """The words of NAME.yaml of this folder in a language: en, zh."""
-    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))[lang]
+    return read_table(f"report/{name}.yaml")[lang]
 
 
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jinja2 import StrictUndefined, Template
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
@@ -136,7 +135,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
         raise refusal("not_ready", name=", ".join(one.name for one in failed), fix="\n".join(one.fix for one in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = _fill_recipe(folder, run)
-    console.print(f"\n[bold]2 Plan[/]  recipe: {escape(str(recipe))}")
+    console.print("\n[bold]2 Plan[/]  recipe:", Text(str(recipe)))
     config = fullshard.load_config(recipe)
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())

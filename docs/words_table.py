@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.words import TOOLS, read_words
+from fullshard.errors import read_table
+from fullshard.words import TOOLS
 
 ROOT = Path(__file__).parents[1]
 START, END = "<!-- words -->", "<!-- /words -->"
@@ -64,7 +65,7 @@ def make_table(language: str) -> str:
     tools = ", ".join(f"{name} ({letter})" for letter, name in TOOLS.items())
     lines = [START, "<details>", f"<summary>{title}{tools}</summary>", "", f"| {there} | {here} | {to_know} |"]
     lines.append("|---|---|---|")
-    for row in read_words():
+    for row in read_table("words.yaml"):
         words = row["words"]
         first = next(iter(words))
         note = row.get("note", "") if language == "en" else CHINESE.get(first, "")

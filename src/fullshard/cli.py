@@ -14,12 +14,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 import typer
-import yaml
 import fullshard
-from fullshard.errors import UserError
+from fullshard.errors import UserError, read_table
 from fullshard.words import answer_word
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = read_table("cli.yaml")
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -201,8 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal that knows no Chinese is no reason to fail
     try:
-        typer.main.get_command(app).main(args=arguments, prog_name="fullshard")
-        code = 0
+        typer.main.get_command(app).main(args=arguments, prog_name="fullshard")  # exits itself
     except Exception as problem:
         if "--debug" in arguments:
             traceback.print_exc()
@@ -215,4 +213,4 @@ def main(arguments: list[str] | None = None) -> None:
             known, code = UserError(f"{type(problem).__name__}: {problem} (run again with --debug)"), 1
         if not known.told:
             print(f"Error: {known.message}", *([f"  -> {known.hint}"] if known.hint else []), sep="\n", file=sys.stderr)
-    sys.exit(code)
+        sys.exit(code)

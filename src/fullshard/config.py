@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
-from fullshard.errors import ConfigError, refusal
+from fullshard.errors import ConfigError, read_table, refusal
 from fullshard.words import answer_word
 
-TEXTS = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
+TEXTS = read_table("recipe.yaml")
 
 
 def parse_quantity(text: str) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 import yaml
 
 
@@ -36,10 +37,16 @@ ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subcl
 
 
 @cache
+def read_table(name: str) -> Any:
+    """What a YAML file of the package holds; ``name``: its path below this folder."""
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
+@cache
 def read_refusals() -> dict[str, tuple[type[UserError], list[str]]]:
     """The kind of error, message and hint of each name in refusals.yaml."""
-    kinds = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
-    return {name: (ERROR_TYPES[kind], texts) for kind, found in kinds.items() for name, texts in found.items()}
+    kinds = read_table("refusals.yaml").items()
+    return {name: (ERROR_TYPES[kind], texts) for kind, found in kinds for name, texts in found.items()}
 
 
 def refusal(name: str, /, **facts: object) -> UserError:

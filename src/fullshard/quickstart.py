@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 import numpy as np
-import yaml
 from jinja2 import StrictUndefined, Template
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
@@ -23,7 +21,7 @@ from fullshard.data.chat import Renderer, load_tokenizer
 from fullshard.data.sources import Account, Row, iterate_rows
 from fullshard.data.workers import BatchRenderer
 from fullshard.device import release_memory
-from fullshard.errors import Blame, ConfigError, PlanError, refusal
+from fullshard.errors import Blame, ConfigError, PlanError, read_table, refusal
 from fullshard.launch import check_machine
 from fullshard.model.fetch import default_model_folder, ensure_default_model, fetch_model
 from fullshard.model.load import read_config
@@ -34,7 +32,7 @@ from fullshard.run_folder import free_run, write_json
 DATA_FOLDER = Path(__file__).parent / "quickstart_data"
 Place = str | Path | None
 HELD_OUT = {"English": DATA_FOLDER / "heldout.jsonl", "Chinese": DATA_FOLDER / "heldout_zh.jsonl"}
-SETTINGS = yaml.safe_load((DATA_FOLDER / "settings.yaml").read_text(encoding="utf-8"))
+SETTINGS = read_table("quickstart_data/settings.yaml")
 INIT = SETTINGS["init"]
 
 
@@ -137,7 +135,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
         raise refusal("not_ready", name=", ".join(one.name for one in failed), fix="\n".join(one.fix for one in failed))
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = _fill_recipe(folder, run)
-    console.print(f"\n[bold]2 Plan[/]  recipe: {escape(str(recipe))}")
+    console.print("\n[bold]2 Plan[/]  recipe:", Text(str(recipe)))
     config = fullshard.load_config(recipe)
     plan = fullshard.make_plan(config, ranks=ranks)
     print(plan.to_text())

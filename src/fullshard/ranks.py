@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.device import HOST_BACKEND, collective_backend, num_cores, select_device
 from fullshard.errors import TrainError, UserError, refusal
 from fullshard.frozen import Frozen
@@ -31,7 +30,7 @@ class Ranks(Frozen):
     num_ranks: int
     local_rank: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: dist.DeviceMesh
     host: Any = None
 
     is_first = property(lambda self: self.rank == 0)  # the one that prints and writes
@@ -51,14 +50,14 @@ class Ranks(Frozen):
         dist.all_gather_object(values, value, group=self.host)
         return values
 
-    def mesh_of(self, replicas: int) -> DeviceMesh:
+    def mesh_of(self, replicas: int) -> dist.DeviceMesh:
         """All ranks, cut into so many groups: parameters are sharded inside one and the same in all (HSDP)."""
         if replicas == 1:
             return self.mesh
         if self.num_ranks % replicas:  # a run resumed on other ranks; else the plan has said it
             raise refusal("replicas_resumed", replicas=replicas, ranks=self.num_ranks, double=2 * replicas)
         shape = (replicas, self.num_ranks // replicas)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return dist.init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -138,7 +137,7 @@ def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
             store = dist.PrefixStore(_name_attempt(store, rank, num_ranks, limit_seconds), store)
             backend = collective_backend(device.type)
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=limit)
     except RuntimeError as error:  # the others connected and died, or never came
         raise refusal("rank_lost", error=error) from None

@@ -1,12 +1,10 @@
 """Two models on the same rows: paired statistics, and what they mean in words (verdict.yaml, English and Chinese)."""
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 import numpy as np
-import yaml
 from jinja2 import Environment, StrictUndefined
+from fullshard.errors import read_table
 
 Facts = dict[str, Any]
 DRAWS, BLOCK = 10_000, 4_000_000  # resamples and sign flips; numbers in memory at once
@@ -91,10 +89,9 @@ def decide(before: Facts, data: Facts, problem: str = "", lang: str = "en") -> t
     return holds[0]["decision"], reasons
 
 
-@cache
 def words(lang: str) -> Any:
     """The words of verdict.yaml in one language (en, zh), or its ``basis`` or ``rules``."""
-    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[lang]
+    return read_table("verdict.yaml")[lang]
 
 
 def say(key: str, lang: str = "en", **facts: Any) -> str:

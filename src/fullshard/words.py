@@ -1,23 +1,14 @@
 """Keys and verbs of other tools, answered with the names used here. The table, with its sources, is words.yaml."""
 
-from functools import cache
-from pathlib import Path
-from typing import Any
-import yaml
+from fullshard.errors import read_table
 
 TOOLS = {"L": "LLaMA-Factory", "S": "ms-swift", "A": "Axolotl", "T": "TRL"}
-
-
-@cache
-def read_words() -> list[dict[str, Any]]:
-    """The rows of words.yaml: words (each with the letters of its tools), here, note and values, as described there."""
-    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def answer_word(given: str, value: object = None) -> str | None:
     """What to write for another tool's verb or key (``a.key``, ``--key``, a section) and its value; None if unknown."""
     wanted = given.split(".")[-1].lstrip("-").replace("-", "_")
-    for row in read_words():
+    for row in read_table("words.yaml"):
         for word, tools in row["words"].items():
             if word.replace("-", "_") == wanted:
                 here = row.get("here", "") + _translated(row.get("values", ""), value)

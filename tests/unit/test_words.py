@@ -10,14 +10,13 @@ import pytest
 
 from fullshard import cli
 from fullshard.config import RunConfig, config_from_dict, recipe_keys
-from fullshard.errors import ConfigError
-from fullshard.words import TOOLS, answer_word, read_words
+from fullshard.errors import ConfigError, read_table
+from fullshard.words import TOOLS, answer_word
 
 ROOT = Path(__file__).parents[2]
-WORDS = [word for row in read_words() for word in row["words"]]
-VERBS = {
-    word: row["here"] for row in read_words() if row.get("here", "").startswith("fullshard ") for word in row["words"]
-}
+ROWS = read_table("words.yaml")
+WORDS = [word for row in ROWS for word in row["words"]]
+VERBS = {word: row["here"] for row in ROWS if row.get("here", "").startswith("fullshard ") for word in row["words"]}
 COMMANDS = set(cli.typer.main.get_command(cli.app).commands)
 GOOD = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "output": "o"}
 ASKED_FOR = set(
@@ -81,12 +80,12 @@ def test_the_table_has_every_word_once_and_none_of_ours():
     assert len(WORDS) == len(set(WORDS)) >= 40
     assert not set(WORDS) & ((set(RunConfig.model_fields) - {"model"}) | COMMANDS)
     assert not set(WORDS) & {key.split(".")[-1] for key in recipe_keys()}
-    for row in read_words():
+    for row in ROWS:
         assert set(row) <= {"words", "here", "note", "values"} and (row.get("here") or row.get("note"))
         assert all(tools and set(tools) <= set(TOOLS) for tools in row["words"].values()), row
 
 
-@pytest.mark.parametrize("row", read_words(), ids=lambda row: next(iter(row["words"])))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: next(iter(row["words"])))
 def test_answers_name_what_exists(row):
     here, text = row.get("here", ""), f"{row.get('here', '')}; {row.get('note', '')}"
     assert here in ["", *recipe_keys(), "output"] or here.split()[1] in COMMANDS
@@ -212,5 +211,5 @@ def test_pages_hold_the_table(page):
 
 def test_every_note_has_a_chinese_one():
     script = table_script()
-    noted = {next(iter(row["words"])) for row in read_words() if "note" in row}
+    noted = {next(iter(row["words"])) for row in ROWS if "note" in row}
     assert set(script.CHINESE) == noted

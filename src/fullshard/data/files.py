@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-import yaml
-from fullshard.errors import Blame, DataError, refusal, without_secrets
+from fullshard.errors import Blame, DataError, read_table, refusal, without_secrets
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 BLOCK = 1 << 20  # characters of a JSON list, bytes of Parquet
@@ -18,7 +17,7 @@ BATCH_ROWS = 256  # Parquet rows in memory
 DATA_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+))?")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
-FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FACTS = read_table("data/files.yaml")
 WAYS, ENDINGS = FACTS["other_ways"], FACTS["endings"]
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content

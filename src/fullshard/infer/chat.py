@@ -10,16 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 from fullshard.errors import UserError
 from fullshard.infer import generate
-from fullshard.infer.generate import Answerer
 from fullshard.run_folder import MERGE_FACTS, read_json
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 def start_chat(
-    model: str | Path | Answerer, system: str | None = None, max_new_tokens: int = 256, temperature: float = 0.0,
-    template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None, writer: TextIO | None = None,
-    compare: str | Path | Answerer | None = None,
+    model: str | Path | generate.Answerer, system: str | None = None, max_new_tokens: int = 256,
+    temperature: float = 0.0, template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None,
+    writer: TextIO | None = None, compare: str | Path | generate.Answerer | None = None,
 ) -> int:  # fmt: skip
     """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
     template completes each by itself. ``compare``: another model (base: that of a merged folder) that answers beside
@@ -70,7 +69,7 @@ def _read_line(reader: TextIO, writer: TextIO) -> str | None:
     writer.write("\n")
 
 
-def _answer(answerer: Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
+def _answer(answerer: generate.Answerer, messages: list[Any], system: str | None, settings: Any, out: TextIO) -> str:
     """Stream one answer to ``out`` and return it; what was said until then where Ctrl-C stops it."""
     ids = generate.prompt_tokens(answerer, messages if answerer.has_template else messages[-1]["content"], system)
     settings = copy(settings)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 from fullshard.config import LoraSection, RunConfig
 from fullshard.errors import ModelError, refusal
@@ -25,7 +24,7 @@ class AdapterMatrix(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), in the dtype of ``inputs``."""
-        return functional.linear(inputs, self.weight.to(inputs.dtype))
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype))
 
 
 def peft_config(model: nn.Module, lora: LoraSection) -> Any:

@@ -10,8 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 import torch
-from huggingface_hub import HfApi, constants, errors, snapshot_download
-from huggingface_hub.utils import enable_progress_bars
+from huggingface_hub import HfApi, constants, errors, snapshot_download, utils
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from fullshard.config import RunConfig
@@ -87,7 +86,7 @@ def _hub_of(source: str, model_id: str) -> tuple[str, Callable[..., str], Callab
     As in huggingface_hub 2.4.0, and modelscope 1.40.2 with its modelscope_hub 0.5.1."""
     if source == "huggingface":
         if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-            enable_progress_bars()  # loading a model has switched them off
+            utils.enable_progress_bars()  # loading a model has switched them off
         raised = (OSError, errors.HTTPError, ValueError, RuntimeError, ImportError)  # the last: SOCKS, no socksio
         files = partial(HfApi().list_repo_tree, recursive=True)
         return without_secrets(constants.ENDPOINT), snapshot_download, files, raised

@@ -12,12 +12,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 import torch
-import yaml
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_utils import str_to_torch_dtype
 from fullshard.device import ATTENTION
-from fullshard.errors import Blame, ModelError, UserError, refusal
+from fullshard.errors import Blame, ModelError, UserError, read_table, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.attention import BY_DOCUMENT
 from fullshard.run_folder import LOCK, claim_run, clear, publish_folder, read_json, sync_path, write_json
@@ -25,7 +24,7 @@ from fullshard.run_folder import LOCK, claim_run, clear, publish_folder, read_js
 AGAIN = "Copy or download this file again."
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # safetensors' names: F32, BF16, ...
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FACTS = read_table("model/load.yaml")
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
 GENERATION_CONFIG = "generation_config.json"
 RECORD = "made_from.json"  # in an unfinished folder

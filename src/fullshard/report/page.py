@@ -5,23 +5,21 @@ whatever else is handed in is text, and is escaped."""
 import math
 import re
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 import numpy as np
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fullshard import run_folder, verdict
 from fullshard.config import RunConfig
 from fullshard.data.chat import load_tokenizer
 from fullshard.data.near import THRESHOLD, near_copies
 from fullshard.data.prepared import PreparedData, open_prepared, prepare
-from fullshard.errors import PlanError
+from fullshard.errors import PlanError, read_table
 from fullshard.model.fetch import with_model_folder
 from fullshard.planning.plan import EXPLAIN, Comparison, Plan, format_bytes
 from fullshard.planning.search import make_plan
-from fullshard.run_folder import read_json, read_metrics, require_run, write_json
 
 NAMED, BINS = 100, 12  # pairs of near copies of a kind, bins of a histogram
 Place = str | Path | None
@@ -39,10 +37,9 @@ ENVIRONMENT.globals.update(round_step=round_step, amount=verdict.amount, say=ver
 HTML: Any = ENVIRONMENT.get_template("page.html").module  # the macros
 
 
-@cache
 def page_words(name: str, lang: str) -> dict[str, Any]:
     """The words of NAME.yaml of this folder in a language: en, zh."""
-    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))[lang]
+    return read_table(f"report/{name}.yaml")[lang]
 
 
 def write_page(name: str, path: str | Path, lang: str, **facts: Any) -> Path:
@@ -81,7 +78,7 @@ def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lan
     facts = {"train": open_prepared(folder, "train"), "tokenizer": tokenizer, "audit": result["audit"]}
     facts |= {"tables": audit_tables(result, lang), "threshold": THRESHOLD, "limit": NAMED}
     write_page("data", page_path, lang, **facts)
-    write_json(folder / run_folder.DATA, result)
+    run_folder.write_json(folder / run_folder.DATA, result)
     return result
 
 
@@ -169,7 +166,7 @@ def write_trace(found: dict[str, Any], path: Path, lang: str = "en") -> dict[str
     drawing = HTML.timeline([(_spans(events), events) for events in ranks], facts, words)
     path = write_page("trace", path.with_suffix(".html"), lang, report=found["report"], drawing=drawing, units=units)
     path.with_suffix(".svg").write_text(f"{drawing.strip()}\n", encoding="utf-8")
-    write_json(path.with_suffix(".json"), found)
+    run_folder.write_json(path.with_suffix(".json"), found)
     return found | {"report": [*found["report"], f"Page: {path}"]}
 
 
@@ -188,15 +185,15 @@ def _spans(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def write_run_report(run: str | Path, output: Place = None, lang: str = "en") -> Path:
     """Write the page of a run (default RUN/report.html), its path. What it lacks is named with the command that makes
     it. ConfigError: no run folder."""
-    run, names = require_run(Path(run)), ("config", "plan", "environment", "data", "eval", "result")
-    facts: dict[str, Any] = {name: read_json(run / f"{name}.json", optional=True) for name in names}
-    facts["merged"] = read_json(run / run_folder.MERGED / run_folder.MERGE_FACTS, optional=True)
+    run, names = run_folder.require_run(Path(run)), ("config", "plan", "environment", "data", "eval", "result")
+    facts: dict[str, Any] = {name: run_folder.read_json(run / f"{name}.json", optional=True) for name in names}
+    facts["merged"] = run_folder.read_json(run / run_folder.MERGED / run_folder.MERGE_FACTS, optional=True)
     facts["recipe"] = (run / run_folder.RECIPE).read_text(encoding="utf-8", errors="backslashreplace")
     prepared = run / run_folder.PREPARED
     audited = facts["data"] and prepared.is_dir() and audit_prepared(facts["data"], prepared)
     facts["tables"] = audit_tables(audited, lang, limit=5) if audited else []
-    facts |= {"run": run, "records": read_metrics(run), "merged_path": str((run / run_folder.MERGED).resolve())}
-    return write_page("run", output or run / run_folder.REPORT, lang, **facts)
+    facts |= {"records": run_folder.read_metrics(run), "merged_path": str((run / run_folder.MERGED).resolve())}
+    return write_page("run", output or run / run_folder.REPORT, lang, run=run, **facts)
 
 
 def write_recipe_report(config: RunConfig, judged: Any, output: Place = None, lang: str = "en") -> dict[str, Any]:

@@ -69,12 +69,10 @@ def lay_out(
         return cells
 
     if unit == "rows":
-        num_cells = -(-len(sequences) // (count * num_ranks)) * num_ranks or 1
-        turns = np.arange(len(sequences)) % (2 * num_cells)  # packed: dealt to and fro, so that tokens are even
-        to_and_fro = np.minimum(turns, 2 * num_cells - 1 - turns)
-        parts = [np.flatnonzero(to_and_fro == cell) for cell in range(num_cells)]
-        parts = parts if packing else np.array_split(np.arange(len(sequences)), num_cells)  # else pads are to be few
-        cells = [[sequences[place] for place in part] for part in parts if len(part)]
+        places, num_cells = np.arange(len(sequences)), -(-len(sequences) // (count * num_ranks)) * num_ranks or 1
+        turns = places % (2 * num_cells)  # packed: dealt to and fro, so that tokens are even; else pads are to be few
+        cell_of = np.minimum(turns, 2 * num_cells - 1 - turns) if packing else places * num_cells // len(sequences)
+        cells = [[sequences[place] for place in np.flatnonzero(cell_of == cell)] for cell in np.unique(cell_of)]
     else:  # the smallest area that needs no more cells
         allowed, least = -(-len(cut(count)) // num_ranks) * num_ranks, min(longest, count)
         cells = cut(bisect_left(range(count), True, least, key=lambda area: len(cut(area)) <= allowed))

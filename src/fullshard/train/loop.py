@@ -230,11 +230,9 @@ class Trainer:
             self.log.say(unmoved_line(sum(ranks.gather_objects(counts), Counter()), peak))
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
+        self.last_loss, self.peak_bytes = loss_value, peak_memory_bytes(device)
         seconds = time.perf_counter() - started
-        self.last_loss = loss_value
-        self.tokens_done += num_tokens
-        self.step_seconds += seconds
-        self.peak_bytes = peak_memory_bytes(device)
+        self.tokens_done, self.step_seconds = self.tokens_done + num_tokens, self.step_seconds + seconds
         work = (6 if self.config.method == "full" else 4) * self.built.num_parameters * num_tokens
         self.log.step(
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),

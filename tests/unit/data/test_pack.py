@@ -129,10 +129,11 @@ def test_few_packed_sequences_lie_evenly_on_the_ranks():
     for micro in ((2, "rows"), (960, "tokens")):
         ((first, second),) = lay_out(np.arange(4), lengths, 2, micro, True, 512)
         assert sorted(first) == [[1], [2]] and sorted(second) == [[0], [3]]
-    layout = lay_out(np.arange(10), np.array([50, 49, 48, 47, 46, 45, 44, 43, 42, 41]), 2, (3, "rows"), True, 60)
-    tokens = [sum(50 - row for sequence in cell for row in sequence) for ranks in layout for cell in ranks]
-    assert sum(tokens) == 455 and max(map(len, itertools.chain(*layout))) == 3
-    assert [abs(here - there) for here, there in zip(tokens[::2], tokens[1::2], strict=True)] == pytest.approx([0, 0], abs=9)
+    lengths = np.arange(50, 40, -1)
+    layout = lay_out(np.arange(10), lengths, 2, (3, "rows"), True, 60)  # one row a sequence, four cells, to and fro
+    assert layout == [[[[0], [7], [8]], [[1], [6], [9]]], [[[2], [5]], [[3], [4]]]]
+    unpacked = lay_out(np.arange(10), lengths, 2, (3, "rows"), False, 60)  # neighbours, whose pads are few
+    assert unpacked == [[[[0], [1], [2]], [[3], [4]]], [[[5], [6], [7]], [[8], [9]]]]
 
 
 def test_packed_sequences_are_equally_long():

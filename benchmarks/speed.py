@@ -7,8 +7,8 @@ bf16 products), one thread a rank. Share of peak: 6 x parameters x tokens (full)
 step, over the number of ranks times the best one-core product. Scaling: windows of 16,384 tokens (bf16 where it is
 fast), 2 ranks against twice 1 rank, in the order 1, 2, 2, 1. Profile: one step of one rank under torch.profiler, by
 cause. On 2 quiet cores with bf16 products about 30 minutes (--precision bf16: 18): share 13 (5), scaling 10, profile 6
-(3). A share that fails is named in the result, and the rest goes on. Writes results/speed_HARDWARE_DATE.json; --quick:
-2,048 tokens, printed and not kept.
+(3). A share that fails is named in the result, and the rest goes on. Writes results/speed_HARDWARE_DATE.json, with
+--only the parts' names after speed; --quick: 2,048 tokens, printed and not kept.
 """
 
 from __future__ import annotations
@@ -197,7 +197,11 @@ def main() -> None:
         print(json.dumps(found, indent=1))
     else:
         packages = ("fullshard", "torch", "transformers")
-        print(write("speed", "python benchmarks/speed.py " + " ".join(sys.argv[1:]), found, packages))
+        parts = arguments.only.split(",")
+        topic = (
+            "speed" if len(parts) == 3 else "_".join(["speed", *parts])
+        )  # parts of one day are not to replace others
+        print(write(topic, "python benchmarks/speed.py " + " ".join(sys.argv[1:]), found, packages))
 
 
 if __name__ == "__main__":

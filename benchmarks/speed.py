@@ -200,7 +200,7 @@ def main() -> None:
         parts = arguments.only.split(",")
         topic = (
             "speed" if len(parts) == 3 else "_".join(["speed", *parts])
-        )  # parts of one day are not to replace others
+        )  # not over one another
         print(write(topic, "python benchmarks/speed.py " + " ".join(sys.argv[1:]), found, packages))
 
 

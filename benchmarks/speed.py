@@ -198,9 +198,7 @@ def main() -> None:
     else:
         packages = ("fullshard", "torch", "transformers")
         parts = arguments.only.split(",")
-        topic = (
-            "speed" if len(parts) == 3 else "_".join(["speed", *parts])
-        )  # not over one another
+        topic = "speed" if len(parts) == 3 else "_".join(["speed", *parts])  # not over one another
         print(write(topic, "python benchmarks/speed.py " + " ".join(sys.argv[1:]), found, packages))
 
 

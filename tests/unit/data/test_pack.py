@@ -131,9 +131,9 @@ def test_few_packed_sequences_lie_evenly_on_the_ranks():
         assert sorted(first) == [[1], [2]] and sorted(second) == [[0], [3]]
     lengths = np.arange(50, 40, -1)
     layout = lay_out(np.arange(10), lengths, 2, (3, "rows"), True, 60)  # one row a sequence, four cells, to and fro
-    assert layout == [[[[0], [7], [8]], [[1], [6], [9]]], [[[2], [5]], [[3], [4]]]]
+    assert layout == [[[[0], [8], [7]], [[1], [9], [6]]], [[[2], [5]], [[3], [4]]]]
     unpacked = lay_out(np.arange(10), lengths, 2, (3, "rows"), False, 60)  # neighbours, whose pads are few
-    assert unpacked == [[[[0], [1], [2]], [[3], [4]]], [[[5], [6], [7]], [[8], [9]]]]
+    assert unpacked == [[[[0], [1], [2]], [[3], [4], [5]]], [[[6], [7]], [[8], [9]]]]
 
 
 def test_packed_sequences_are_equally_long():

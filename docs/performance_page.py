@@ -6,6 +6,7 @@ python docs/performance_page.py
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -69,11 +70,13 @@ def speed_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
     lines = [head(words, name, found), "", words["share"], "|---|---|---|---|"]
     for precision in ("fp32", "bf16"):
         for method, values in found.get(precision, {}).items():
+            if "failed" in values:
+                continue
             speed, share = values["tokens_per_second"]["median"], values["share_of_peak"]["median"]
             peak = values["peak_bytes_a_rank"] / 1e9
             lines.append(f"| {method}, {precision} | {speed:.0f} | {share:.0%} | {peak:.2f} GB |")
     if scaling := found.get("scaling"):
-        one, two = (sum(scaling["tokens_per_second"][n]) / len(scaling["tokens_per_second"][n]) for n in ("1", "2"))
+        one, two = (statistics.median(scaling["tokens_per_second"][n]) for n in ("1", "2"))
         facts = {
             "window": scaling["window_tokens"],
             "one": one,
@@ -83,7 +86,7 @@ def speed_lines(words: dict[str, str], name: str, found: dict) -> list[str]:
         lines += ["", words["scaling"].format(**facts)]
     if profile := found.get("profile_of_one_rank"):
         lines += ["", words["profile"] + "".join(f" {name} |" for name in profile), "|---" * (len(profile) + 1) + "|"]
-        for cause in [cause for cause in profile["full"] if cause != "seconds"]:
+        for cause in [cause for cause in next(iter(profile.values())) if cause != "seconds"]:
             lines.append(f"| {cause} |" + "".join(f" {shares[cause]:.1%} |" for shares in profile.values()))
     return lines
 

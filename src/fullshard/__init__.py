@@ -4,16 +4,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 _NAMES = {  # of a module
-    "errors": "UserError",
-    "config": "load_config",
-    "planning.search": "make_plan compare_plans",
+    "errors": "UserError", "config": "load_config", "merge.job": "merge_run", "checkpoint.format": "verify",
+    "planning.search": "make_plan compare_plans", "launch": "train_run resume_run trace_run probe_run",
     "report.page": "write_plan_page audit_data write_run_report write_recipe_report",
-    "launch": "train_run resume_run trace_run probe_run",
-    "merge.job": "merge_run",
-    "infer.generate": "generate_text answer_file",
-    "checkpoint.format": "verify",
-    "evaluate": "evaluate_run judge_models judge_recipe",
-}
+    "infer.generate": "generate_text answer_file", "evaluate": "evaluate_run judge_models judge_recipe",
+}  # fmt: skip
 _PLACES = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}
 _PLACES["prepare_data"] = "data.prepared:prepare"
 

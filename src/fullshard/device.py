@@ -1,5 +1,6 @@
 """The only door to cuda, npu and cpu. Sources of what is said of npu: docs/ascend.md."""
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -181,6 +182,12 @@ def release_memory() -> None:
     """Give cached accelerator memory back to the driver, so that other processes can use it; nothing on CPU."""
     if device_kind() != "cpu":
         torch.accelerator.empty_cache()
+
+
+def trim_heap() -> None:
+    """Give the holes that freed tensors left in glibc's heap back to the system: they grow with every new shape."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def cache_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,19 @@ def test_clipping_on_shards(tmp_path, half_frozen, engine):
             assert torch.allclose(torch.cat([piece for _, piece, _ in pieces]), value.flatten(), atol=1e-6, rtol=0), (
                 name
             )
+
+
+def test_the_norm_counts_every_piece_of_a_large_gradient():
+    """600,007 elements are three pieces on a CPU; divided by the loss scale first, in place, and over two replicas."""
+    from fullshard.shard import Shard
+    from fullshard.train.optimizer import gradient_norm
+
+    exact = torch.randn(600_007, generator=torch.Generator().manual_seed(0))
+    shards = [
+        Shard("w", (600_007,), 0, 600_007, exact, exact * 4, True, False),
+        Shard("f", (1,), 0, 1, THREE, None, False, False),
+    ]
+    alone = SimpleNamespace(device=torch.device("cpu"), sum=lambda value: value)
+    norm = gradient_norm(SimpleNamespace(replicas=lambda name: 2), shards, alone, scale=4.0)
+    assert norm == pytest.approx(float(exact.double().norm()) / math.sqrt(2), rel=1e-6)
+    assert torch.equal(shards[0].gradient, exact)

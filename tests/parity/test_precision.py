@@ -128,6 +128,10 @@ def test_loss_scale_grows_and_has_an_end(monkeypatch):
     assert scale.update(False) and (scale.value, scale.good_steps, scale.skipped) == (16, 0, 1)
     assert [scale.update(False) for _ in range(4)] == [True, True, True, False]  # 8, 4, 2: nothing left
     assert (scale.value, scale.skipped) == (2, 4)
+    state = {"loss": 2.0, "tokens_per_second": 10.0, "share_of_peak": 0.5, "memory_bytes": 1e9}
+    assert log_text("state", state) == "loss 2.0000  10 tok/s  50% of peak  1.0 GB"
+    assert log_text("state", state | scale.metrics).endswith("1.0 GB  scale 2, 4 skipped")
+    assert log_text("state", state | LossScale(1.0, 0, 3).metrics).endswith("1.0 GB  3 skipped")  # bf16: unsupervised
     fixed = LossScale(1.0)
     assert all(fixed.update(True) for _ in range(9)) and fixed.value == 1
     assert not fixed.update(False) and fixed.metrics == {}

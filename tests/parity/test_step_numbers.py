@@ -140,6 +140,7 @@ def test_a_window_without_supervised_tokens_is_skipped_everywhere(tmp_path):
         assert "skipped step 1: nothing in its 1 row is supervised" in lines
     assert [record["step"] for record in records_of(tmp_path / "run", "train")] == [2, 3, 4]
     assert len(records_of(tmp_path / "run", "skipped")) == 1
+    assert {record["skipped_steps"] for record in records_of(tmp_path / "run", "train")} == {1}  # in fp32, too
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -69,8 +69,10 @@ def lay_out(
         return cells
 
     if unit == "rows":
-        parts = np.array_split(np.arange(len(sequences)), -(-len(sequences) // (count * num_ranks)) * num_ranks or 1)
-        cells = [[sequences[place] for place in part] for part in parts if len(part)]
+        turn = 2 * (-(-len(sequences) // (count * num_ranks)) * num_ranks or 1)  # over all cells, there and back
+        dealt = [sequences[cell::turn] + sequences[turn - 1 - cell :: turn] for cell in range(turn // 2)]
+        near = [[sequences[place] for place in part] for part in np.array_split(np.arange(len(sequences)), turn // 2)]
+        cells = [cell for cell in (dealt if packing else near) if cell]  # dealt: even tokens; near ones: few pads
     else:  # the smallest area that needs no more cells
         allowed, least = -(-len(cut(count)) // num_ranks) * num_ranks, min(longest, count)
         cells = cut(bisect_left(range(count), True, least, key=lambda area: len(cut(area)) <= allowed))

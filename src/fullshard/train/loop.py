@@ -17,7 +17,7 @@ from fullshard.config import RunConfig
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
 from fullshard.data.pack import lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, make_batch, open_prepared
-from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
+from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32, trim_heap
 from fullshard.errors import ConfigError, TrainError, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.adapters import peft_config_text
@@ -33,6 +33,7 @@ from fullshard.train.metrics import MetricsLog
 from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
+TRIM_EVERY = 4  # steps: in 40 of SmolLM2-135M the peak grew from 3.1 to 5.0 GB without it
 PROOF_TOKENS = 16
 SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
 
@@ -226,10 +227,11 @@ class Trainer:
             self.log.say(unmoved_line(sum(ranks.gather_objects(counts), Counter()), peak))
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
-        seconds, self.last_loss = time.perf_counter() - started, loss_value
-        self.tokens_done += num_tokens
-        self.step_seconds += seconds
-        self.peak_bytes = peak_memory_bytes(device)
+        self.last_loss, self.peak_bytes = loss_value, peak_memory_bytes(device)
+        if number % TRIM_EVERY == 0:
+            trim_heap()
+        seconds = time.perf_counter() - started
+        self.tokens_done, self.step_seconds = self.tokens_done + num_tokens, self.step_seconds + seconds
         work = (6 if self.config.method == "full" else 4) * self.built.num_parameters * num_tokens
         self.log.step(
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),

@@ -45,7 +45,7 @@ def log_text(macro: str, *facts: Any) -> str:
 
 @dataclass
 class LossScale:
-    """fp16's dynamic loss scale, a power of 2, and the steps that moved nothing; others keep 1, and show no metrics."""
+    """fp16's dynamic loss scale, a power of 2 (others keep 1), and the steps that moved nothing, in any mode."""
 
     value: float
     good_steps: int = 0
@@ -60,7 +60,10 @@ class LossScale:
             self.value *= 2 if good else 0.5
         return True
 
-    metrics = property(lambda self: {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 else {})
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a step's record shows of it: nothing where there is neither a scale nor a skipped step."""
+        return {"loss_scale": self.value, "skipped_steps": self.skipped} if self.value > 1 or self.skipped else {}
 
 
 def set_storage(model: nn.Module, precision: Precision) -> None:

@@ -122,6 +122,20 @@ def test_packing_spreads_a_small_window_over_the_ranks():
     assert layout == [[[[0, 2]], [[1, 3]]]]  # two rows, 10 tokens, on each
 
 
+def test_few_packed_sequences_lie_evenly_on_the_ranks():
+    """Four rows of which no two pairs fit (GSM8K, step 29 of benchmarks/trl.py): 468 + 123 and 308 + 284 tokens; the
+    two longest on one rank, 776 against 407, cost a third of the step and the largest peak of the run."""
+    lengths = np.array([284, 468, 123, 308])
+    for micro in ((2, "rows"), (960, "tokens")):
+        ((first, second),) = lay_out(np.arange(4), lengths, 2, micro, True, 512)
+        assert sorted(first) == [[1], [2]] and sorted(second) == [[0], [3]]
+    lengths = np.arange(50, 40, -1)
+    layout = lay_out(np.arange(10), lengths, 2, (3, "rows"), True, 60)  # one row a sequence, four cells, to and fro
+    assert layout == [[[[0], [8], [7]], [[1], [9], [6]]], [[[2], [5]], [[3], [4]]]]
+    unpacked = lay_out(np.arange(10), lengths, 2, (3, "rows"), False, 60)  # neighbours, whose pads are few
+    assert unpacked == [[[[0], [1], [2]], [[3], [4], [5]]], [[[6], [7]], [[8], [9]]]]
+
+
 def test_packed_sequences_are_equally_long():
     """Best fit alone would fill 10, 10, 10 and leave 2."""
     layout = lay_out(np.arange(8), np.array([4, 4, 4, 4, 4, 4, 4, 4]), 1, (4, "rows"), True, 11)

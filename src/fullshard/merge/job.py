@@ -1,10 +1,15 @@
 """The merge: a run, another tool's checkpoint or adapter -> an ordinary Hugging Face folder, published once proven."""
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +23,7 @@ from fullshard.checkpoint.format import MANIFEST, hash_file, read_manifest
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
+from fullshard.device import num_cores
 from fullshard.errors import ConfigError, MergeError, refusal
 from fullshard.frozen import Frozen
 from fullshard.merge import weights
@@ -29,6 +35,7 @@ from fullshard.run_folder import MERGE_FACTS, newest_checkpoint, read_json, requ
 from fullshard.train.precision import precision_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WRITERS, ALONE_BYTES = 3, 4 * 10**9  # processes, of a merge of so many bytes: each imports for seconds, and holds 50 MB
 PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none
 
 
@@ -46,7 +53,7 @@ class MergeResult(Frozen):
 class Inputs:
     """What is merged: its tensors, the base that they belong to, and what is known of them."""
 
-    def __init__(self, place: Path, step: int | None, base: str | None) -> None:
+    def __init__(self, place: Path, step: int | None, base: str | None, hashed: bool = True) -> None:
         """Open a run folder, or what another tool saved, for the model ``base``. MergeError, CheckpointError."""
         if (place / MANIFEST).is_file():  # a checkpoint in a run
             place, step = place.resolve().parents[1], read_manifest(place).step
@@ -61,14 +68,14 @@ class Inputs:
             lora = LoraSection(**trainer["adapter"]) if manifest.method == "lora" else None
             added = trainer.get("add_tokens", [])
             self.compute, self.proof = precision_of(trainer.get("precision", "fp32")).compute, self.source.proof()
-            read_manifest(folder, hashes=True)
+            read_manifest(folder, hashes=hashed)
             self.files = {folder / name: file.xxh3 for name, file in manifest.files.items()}
         else:
             if step is not None:
                 raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
             self.step, self.source = None, ForeignCheckpoint(place)
             lora, self.format = self.source.lora, self.source.format
-            self.files = {path: hash_file(path) for path in self.source.files}
+            self.files = {path: hash_file(path) if hashed else "" for path in self.source.files}
             if base is None and not (base := getattr(lora, "base_model_name_or_path", None)):
                 raise refusal("which_base", place=place)
             self.base = fetch_model(base)
@@ -139,7 +146,7 @@ def merge_run(
         if (free := shutil.disk_usage(unfinished).free) < needed:
             raise refusal("no_room", needed=needed / 1e9, parent=output.parent, free=free / 1e9)
         progress("writing weights")
-        weight_files = weights.write_weights(unfinished, outputs, shard_bytes)
+        weight_files = _write(unfinished, outputs, inputs, dtype, shard_bytes)
         copy_tokenizer_files(inputs.base, inputs.place, unfinished)
         if inputs.tokenizer is not None:
             for key in ("is_local", "local_files_only"):  # how it was read here is no fact of the tokenizer
@@ -160,6 +167,30 @@ def merge_run(
         write_json(unfinished / MERGE_FACTS, facts)
     lines = (*notes, *lines, f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})")
     return MergeResult(output, inputs.step, stored.line, lines, stored, time.monotonic() - started)
+
+
+def _write(folder: Path, outputs: Outputs, inputs: Inputs, dtype: str | None, size: int | str) -> list[str]:
+    """``write_weights``, of a large model by several processes; what one leaves undone is done, or refused, here."""
+    count = min(WRITERS, num_cores()) if sum(tensor.num_bytes for tensor in outputs) >= ALONE_BYTES else 1
+    base = None if inputs.step else str(inputs.base)
+    command = [sys.executable, "-c", f"from {__name__} import be_writer; be_writer()"]
+    what = [str(inputs.place), inputs.step, base, str(folder), dtype, size]
+    shares = [[*command, json.dumps([*what, (number, count)])] for number in range(1, count)]
+    apart = {"start_new_session": True, "stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with ExitStack() as stack:  # leaving it closes their stdin
+        children = [stack.enter_context(subprocess.Popen(share, **apart)) for share in shares]
+        weights.write_weights(folder, outputs, size, (0, count))
+        for child in children:
+            child.wait()
+        return weights.write_weights(folder, outputs, size)
+
+
+def be_writer() -> None:
+    """A child of ``_write``: write a share of the files, as long as the parent holds this process's stdin."""
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    place, step, base, folder, dtype, *how = json.loads(sys.argv[1])
+    exact = Inputs(Path(place), step, base, hashed=False).exact
+    weights.write_weights(Path(folder), weights.plan_outputs(exact, DTYPES.get(dtype)), *how)
 
 
 def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:

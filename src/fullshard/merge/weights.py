@@ -205,13 +205,14 @@ def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> Outputs:
 
 
 @one_thread()
-def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE) -> list[str]:
-    """Write ``tensors`` in Hugging Face's layout, but files that are there; their names. MergeError: not finite."""
+def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE, share: Any = (0, 1)) -> list[str]:
+    """Write ``tensors`` in Hugging Face's layout, but files that are there; the names of all. ``share`` (k, n): of n
+    processes that write, the k-th, each every n-th file. MergeError: not finite."""
     by_name = {tensor.name: tensor for tensor in tensors}
     sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": size}
     with Blame(MergeError, f"--max-shard-size {size} cannot be used", "A number and its unit: 4GB, 500MB"):
         plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)
-    for file, names in plan.filename_to_tensors.items():
+    for file, names in [*plan.filename_to_tensors.items()][share[0] :: share[1]]:
         if not (folder / file).is_file():  # else of a merge that was killed: a file gets its name when it is whole
             _write_file(folder / f"{file}.part", [by_name[name] for name in names])
             os.replace(folder / f"{file}.part", folder / file)

@@ -27,8 +27,7 @@ from measuring import MODEL, hardware, spread, write
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from fullshard.infer.generate import Answerer, generate_ids, load_for_inference, prompt_tokens
-from fullshard.infer.packed import PackedLinear
+from fullshard.infer.generate import Answerer, PackedLinear, generate_ids, load_for_inference, prompt_tokens
 
 SYSTEM = "You are a helpful assistant who answers in whole sentences."
 PROMPTS = (

@@ -4,9 +4,10 @@
 
 A llama of random weights, ``--gigabytes`` in fp32: saved by ``fully_shard`` on 4 ranks (DCP), in our format of 4 ranks,
 and as a LoRA adapter on its bf16 base. Each merge runs in a process of its own and all take turns; files are dropped
-from the page cache first. Memory: peak resident bytes over those right after the imports. Writing and proof are timed
-apart. The copy: the DCP files, read and written in blocks of 16 MB, with fsync. Needs about five times the size on
-disk. Written to benchmarks/results/merge_HARDWARE_DATE.json.
+from the page cache first. Memory: peak resident bytes over those right after the imports, of ours while it writes, with
+its child processes (each over what its imports take), and while it proves. Writing and proof are timed apart. The copy:
+the DCP files, read and written in blocks of 16 MB, with fsync. Needs about five times the size on disk, and the size
+and a half in memory for the others. Written to benchmarks/results/merge_HARDWARE_DATE.json.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from measuring import hardware, spread, write
 
@@ -98,10 +102,8 @@ def write_run(run: Path, base: Path, adapter: Path | None = None) -> None:
     from fullshard.checkpoint.format import FileFacts, Manifest, Piece, StoredTensor, hash_file, write_manifest
     from fullshard.checkpoint.ranges import PROOF
     from fullshard.config import LoraSection
-    from fullshard.merge.adapter import ModelNames
     from fullshard.merge.job import PROMPT
-    from fullshard.merge.proof import logits_by_block
-    from fullshard.merge.writer import ExactWeights
+    from fullshard.merge.weights import ExactWeights, ModelNames, logits_by_block
     from fullshard.run_folder import CONFIG, checkpoint_path, write_json
 
     folder, tokens = checkpoint_path(run, 1), torch.tensor([[*PROMPT]])
@@ -167,22 +169,42 @@ def write_adapter(folder: Path, base: Path, layers: int) -> None:
 # what is measured: each in a process of its own
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Resident bytes of this process, or their peak (VmHWM)."""
-    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+def resident(field: str = "VmRSS", process: int | str = "self") -> int:
+    """Resident bytes of a process, or their peak (VmHWM)."""
+    return int(re.search(rf"{field}:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1]) * 1024
 
 
-def ours(place: str, base: str | None, output: str, dtype: str | None) -> dict[str, float]:
-    """Our merge: seconds until the proof begins, and of the proof."""
+def ours(place: str, base: str | None, output: str, dtype: str | None) -> dict[str, Any]:
+    """Our merge: seconds until the proof begins, and of the proof; memory of both, children included."""
     from fullshard.merge.job import merge_run
 
-    marks = {}
+    marks, children, done = {}, {}, threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            for child in psutil.Process().children():
+                with suppress(OSError, TypeError):  # it has ended
+                    children[child.pid] = max(children.get(child.pid, 0), resident("VmRSS", child.pid))
+
+    def progress(word: str) -> None:
+        if word == "proving":
+            marks["written_bytes"] = resident("VmHWM")
+            Path("/proc/self/clear_refs").write_text("5")
+        marks[word] = time.perf_counter()
+
+    imports = "import fullshard.merge.job, pathlib; print(pathlib.Path('/proc/self/status').read_text())"
+    told = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True).stdout
+    each = int(re.search(r"VmRSS:\s+(\d+)", told)[1]) * 1024
+    threading.Thread(target=watch, daemon=True).start()
     start = begin()
-    result = merge_run(
-        place, output, dtype=dtype, base=base, progress=lambda word: marks.setdefault(word, time.perf_counter())
-    )
+    result = merge_run(place, output, dtype=dtype, base=base, progress=progress)
     end = time.perf_counter()
-    return start | {"line": result.line, "end": end, "proof_seconds": end - marks["proving"]}
+    done.set()
+    over = sum(max(0, peak - each) for peak in children.values())
+    return start | {
+        "line": result.line, "end": end, "proof_seconds": end - marks["proving"], "children": len(children),
+        "written_bytes": marks["written_bytes"] + over, "child_import_bytes": each,
+    }  # fmt: skip
 
 
 def accelerate(place: str, output: str) -> dict[str, float]:
@@ -236,8 +258,10 @@ def measure(name: str, *arguments: str | None, files: list[Path], output: Path) 
     seconds = found["end"] - found["start"] - found["proof_seconds"]
     return {
         "seconds": seconds, "proof_seconds": found["proof_seconds"],
-        "memory_bytes": found["peak_bytes"] - found["baseline_bytes"], "baseline_bytes": found["baseline_bytes"],
-        "line": found.get("line"),
+        "memory_bytes": found.get("written_bytes", found["peak_bytes"]) - found["baseline_bytes"],
+        "proof_memory_bytes": found["peak_bytes"] - found["baseline_bytes"] if "written_bytes" in found else 0,
+        "baseline_bytes": found["baseline_bytes"], "line": found.get("line"), "children": found.get("children", 0),
+        "child_import_bytes": found.get("child_import_bytes", 0),
     }  # fmt: skip
 
 
@@ -316,6 +340,9 @@ def main() -> None:
         table[name] = {
             "seconds": seconds, "memory_bytes": spread([one["memory_bytes"] for one in found]),
             "proof_seconds": spread([one["proof_seconds"] for one in found]), "bytes_per_second": rate,
+            "proof_memory_bytes": spread([one["proof_memory_bytes"] for one in found]),
+            "baseline_bytes": found[0]["baseline_bytes"], "children": found[0]["children"],
+            "child_import_bytes": found[0]["child_import_bytes"],
             "share_of_copy_rate": rate / (rates[kind] / spread(copies[kind][1])["median"]), "proof": found[0]["line"],
         }  # fmt: skip
     command = f"python benchmarks/merge.py --gigabytes {options.gigabytes:g} --repeats {options.repeats}"

@@ -33,7 +33,6 @@ LAYERS: dict[str, tuple[int, str]] = {
     "checkpoint": (2, ""),
     "planning": (2, ""),
     "infer.generate": (2, ""),
-    "infer.packed": (1, ""),
     "train": (3, "train"),
     "merge": (3, "merge"),
     "evaluate": (3, "evaluate"),

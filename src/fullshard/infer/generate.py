@@ -14,13 +14,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 from fullshard.data.chat import Message, Renderer, Tools, Variables, choose_pad_id, load_tokenizer
 from fullshard.device import num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
 from fullshard.frozen import Frozen
-from fullshard.infer.packed import pack_linears
 from fullshard.model.blocks import PEFT_CONFIG
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import attention_for, read_config, stop_ids, union_of_ids
@@ -55,6 +55,32 @@ class Stream(TextStreamer):
         """Called by ``generate`` with each finished piece of text."""
         self.text += text
         print(text, end="", file=self._writer, flush=True)
+
+
+class PackedLinear(nn.Module):
+    """An ``nn.Linear`` for answers on a CPU: fp32 products with its weight in fp16. Each token reads every weight, so
+    their bytes set the pace; FBGEMM (torch's, on x86) reads them at the memory's rate, adds in fp32, and a row's result
+    does not depend on the rows beside it. Figures: docs/performance.md."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._packed, self.bias = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias), linear.bias
+
+    weight = property(lambda self: torch.ops.quantized.linear_unpack_fp16(self._packed)[0])  # a copy in fp32
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``inputs`` (..., features in) to (..., features out), both fp32."""
+        return torch.ops.quantized.linear_dynamic_fp16(inputs, self._packed)
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module) -> None:
+    """Replace an fp32 model's linear layers whose weights fp16 holds: those once stored in bf16 or fp16. Only what lies
+    under fp16's normal range moves, by at most 2**-25: less than the rounding of an fp32 sum."""
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
+        weight = (linear := model.get_submodule(name)).weight
+        if (weight.half().float() - weight).abs().max() <= 2**-25:
+            model.set_submodule(name, PackedLinear(linear))
 
 
 def load_for_inference(model: str | Path | Answerer, template_arguments: Variables = None) -> Answerer:

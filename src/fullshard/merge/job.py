@@ -1,7 +1,12 @@
 """The merge: a run, another tool's checkpoint or adapter -> an ordinary Hugging Face folder, published once proven."""
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -18,17 +23,19 @@ from fullshard.checkpoint.format import MANIFEST, hash_file, read_manifest
 from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.config import LoraSection
 from fullshard.data.chat import added_ids, load_tokenizer
+from fullshard.device import num_cores
 from fullshard.errors import ConfigError, MergeError, refusal
 from fullshard.frozen import Frozen
-from fullshard.merge.adapter import Adapter, ModelNames, Source, read_adapters
-from fullshard.merge.proof import Comparison, prove
+from fullshard.merge import weights
 from fullshard.merge.readers.foreign import ForeignCheckpoint
-from fullshard.merge.writer import SHARD_BYTES, ExactWeights, OutputTensor, plan_outputs, write_weights
+from fullshard.merge.weights import SHARD_SIZE, Comparison, Outputs, prove
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, unfinished_folder, union_of_ids
 from fullshard.run_folder import MERGE_FACTS, hold, newest_checkpoint, read_json, require_run, write_json
+from fullshard.train.precision import precision_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WRITERS, ALONE_BYTES = 3, 4 * 10**9  # processes, of a merge of so many bytes: each imports for seconds, and holds 50 MB
 PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none
 
 
@@ -46,43 +53,43 @@ class MergeResult(Frozen):
 class Inputs:
     """What is merged: its tensors, the base that they belong to, and what is known of them."""
 
-    def __init__(self, place: Path, step: int | None, base: str | None) -> None:
+    def __init__(self, place: Path, step: int | None, base: str | None, hashed: bool = True) -> None:
         """Open a run folder, or what another tool saved, for the model ``base``. MergeError, CheckpointError."""
         self.held = ExitStack()  # a run that trains does not prune its checkpoint before this is closed
         if (place / MANIFEST).is_file():  # a checkpoint in a run
             place, step = place.resolve().parents[1], read_manifest(place).step
-        self.place, self.compute, self.proof, added = place, "fp32", (torch.tensor([[*PROMPT]]), None), []
+        self.place, self.compute, self.proof, added = place, torch.float32, (torch.tensor([[*PROMPT]]), None), []
         if (place / run_folder.CHECKPOINTS).is_dir() or (place / run_folder.CONFIG).is_file():
             self.step, folder = newest_checkpoint(require_run(place), step)
             self.held.enter_context(hold(folder))
-            self.source: Source = OwnCheckpoint(folder)
+            self.source: weights.Source = OwnCheckpoint(folder)
             manifest, trainer = self.source.manifest, self.source.manifest.trainer
             if base is not None:
                 raise ConfigError("A run brings its own base.", f"fullshard merge {place}")
             self.base, self.format = Path(manifest.base_model), "fullshard"
             lora = LoraSection(**trainer["adapter"]) if manifest.method == "lora" else None
-            self.compute, self.proof = trainer.get("precision", "fp32"), self.source.proof()
             added = trainer.get("add_tokens", [])
-            read_manifest(folder, hashes=True)
+            self.compute, self.proof = precision_of(trainer.get("precision", "fp32")).compute, self.source.proof()
+            read_manifest(folder, hashes=hashed)
             self.files = {folder / name: file.xxh3 for name, file in manifest.files.items()}
         else:
             if step is not None:
                 raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
             self.step, self.source = None, ForeignCheckpoint(place)
             lora, self.format = self.source.lora, self.source.format
-            self.files = {path: hash_file(path) for path in self.source.files}
+            self.files = {path: hash_file(path) if hashed else "" for path in self.source.files}
             if base is None and not (base := getattr(lora, "base_model_name_or_path", None)):
                 raise refusal("which_base", place=place)
             self.base = fetch_model(base)
         if not self.base.is_dir():
             raise MergeError(f"The base model {self.base} is gone.", "Put it back at that path, then merge again.")
         self.tokenizer = load_tokenizer(self.base, added) if added else None
-        self.names = ModelNames(self.base, lora, added_ids(self.tokenizer, added))
+        self.names = weights.ModelNames(self.base, lora, added_ids(self.tokenizer, added))
         if isinstance(self.source, ForeignCheckpoint):
-            self.names = self.source.take(self.names, lambda new_ids: ModelNames(self.base, lora, new_ids))
-        self.adapters: dict[str, Adapter] | None = read_adapters(self.source, self.names) if lora else None
+            self.names = self.source.take(self.names, lambda new_ids: weights.ModelNames(self.base, lora, new_ids))
+        self.adapters = weights.read_adapters(self.source, self.names) if lora else None
         self.moved = sum(one.has_moved for one in (self.adapters or {}).values())
-        self.exact = ExactWeights(self.names, self.source, self.adapters)
+        self.exact = weights.ExactWeights(self.names, self.source, self.adapters)
 
     def facts(self) -> dict[str, Any]:
         """What merge.json says of the inputs, and how a run read its rows: answers and eval read them the same."""
@@ -98,23 +105,22 @@ class Inputs:
             "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
         }  # fmt: skip
 
-    def prove(self, folder: Path, outputs: list[OutputTensor]) -> tuple[Comparison, dict[str, Any], list[str]]:
+    def prove(self, folder: Path, outputs: Outputs) -> tuple[Comparison, dict[str, Any], list[str]]:
         """The proof of a merged folder: as stored, what merge.json says of it, and the lines to print."""
-        stored, unrounded, changes = prove(folder, outputs, self.exact, *self.proof, self.compute)
+        stored, computed, changes = prove(folder, outputs, self.exact, *self.proof, self.compute)
         changed = [output for output in outputs if not self.exact.changed.isdisjoint(output.parameters)]
         still = [output.name for output in changed if not changes[output.name]]
         lines = [f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value"]
         if self.adapters:
             lines.insert(0, f"adapters: {self.moved} of {len(self.adapters)} have moved (B A is not zero)")
-        if still:
-            lines.append(f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}")
-        facts = {"proof": asdict(stored), "proof_unrounded": asdict(unrounded), "change_norms": changes}
+        lines += [f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}"] if still else []
+        facts = {"proof": asdict(stored), "proof_computed": asdict(computed), "change_norms": changes}
         return stored, facts, [*lines, stored.line]
 
 
 def merge_run(
     run: str | Path, output: str | Path | None = None, step: int | None = None, dtype: str | None = None,
-    overwrite: bool = False, progress: Callable[[str], None] = lambda text: None, shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False, progress: Callable[[str], None] = lambda text: None, shard_bytes: int | str = SHARD_SIZE,
     base: str | None = None, check: bool = False,
 ) -> MergeResult:  # fmt: skip
     """Merge the newest checkpoint of ``run`` (or that of ``step``), or what another tool saved there for the model
@@ -128,13 +134,12 @@ def merge_run(
     inputs = Inputs(Path(run), step, base)
     place = inputs.place.resolve()
     beside = inputs.place / run_folder.MERGED if inputs.step else place.with_name(f"{place.name}_merged")
-    output = Path(output) if output else beside
+    output = Path(output or beside)
     _refuse_output(output, inputs, overwrite)
-    outputs = plan_outputs(inputs.exact, DTYPES[dtype] if dtype else None)
+    outputs = weights.plan_outputs(inputs.exact, DTYPES.get(dtype))
     num_bytes = sum(tensor.num_bytes for tensor in outputs)
-    floats = {one.dtype for one in outputs if one.dtype.is_floating_point}
-    most = max(floats, key=lambda dtype: sum(one.num_bytes for one in outputs if one.dtype == dtype))
-    stored_dtype = str(most).removeprefix("torch.")
+    largest = max((one for one in outputs if one.dtype.is_floating_point), key=lambda one: one.num_bytes)
+    stored_dtype = str(largest.dtype).removeprefix("torch.")
     files = sorted(path for path in (*inputs.files, *inputs.base.iterdir()) if path.is_file())
     stamps = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     made_from = [version("fullshard"), dtype, shard_bytes, *stamps]
@@ -143,7 +148,7 @@ def merge_run(
         if (free := shutil.disk_usage(unfinished).free) < needed:
             raise refusal("no_room", needed=needed / 1e9, parent=output.parent, free=free / 1e9)
         progress("writing weights")
-        weight_files = write_weights(unfinished, outputs, shard_bytes)
+        weight_files = _write(unfinished, outputs, inputs, dtype, shard_bytes)
         copy_tokenizer_files(inputs.base, inputs.place, unfinished)
         if inputs.tokenizer is not None:
             for key in ("is_local", "local_files_only"):  # how it was read here is no fact of the tokenizer
@@ -154,18 +159,40 @@ def merge_run(
         progress("proving")
         stored, proof, lines = inputs.prove(unfinished, outputs)
         notes += [f"tensor {name} is ignored by transformers, as in the base" for name in inputs.names.weights.ignored]
-        if not any(unfinished.glob("tokenizer*")):
-            notes.append("the base has no tokenizer files; none copied")
-        facts = inputs.facts()
+        notes += ["the base has no tokenizer files; none copied"] * (not any(unfinished.glob("tokenizer*")))
+        facts = inputs.facts() | {"dtype": stored_dtype, "asked_dtype": dtype, "notes": notes} | proof
         made_of = f"step {inputs.step}" if inputs.step else f"from {inputs.format}"
         name = place.name if output.name == run_folder.MERGED else output.name
         card = {"name": name, "method": facts["method"], "made_of": made_of, "dtype": stored_dtype}
         write_card(inputs.base, unfinished, **card, proof=stored.line)
-        facts |= {"dtype": stored_dtype, "notes": notes} | proof
         facts["output_xxh3"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, facts)
     lines = (*notes, *lines, f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})")
     return MergeResult(output, inputs.step, stored.line, lines, stored, time.monotonic() - started)
+
+
+def _write(folder: Path, outputs: Outputs, inputs: Inputs, dtype: str | None, size: int | str) -> list[str]:
+    """``write_weights``, of a large model by several processes; what one leaves undone is done, or refused, here."""
+    count = min(WRITERS, num_cores()) if sum(tensor.num_bytes for tensor in outputs) >= ALONE_BYTES else 1
+    base = None if inputs.step else str(inputs.base)
+    command = [sys.executable, "-c", f"from {__name__} import be_writer; be_writer()"]
+    what = [str(inputs.place), inputs.step, base, str(folder), dtype, size]
+    shares = [[*command, json.dumps([*what, (number, count)])] for number in range(1, count)]
+    apart = {"start_new_session": True, "stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with ExitStack() as stack:  # leaving it closes their stdin
+        children = [stack.enter_context(subprocess.Popen(share, **apart)) for share in shares]
+        weights.write_weights(folder, outputs, size, (0, count))
+        for child in children:
+            child.wait()
+        return weights.write_weights(folder, outputs, size)
+
+
+def be_writer() -> None:
+    """A child of ``_write``: write a share of the files, as long as the parent holds this process's stdin."""
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    place, step, base, folder, dtype, *how = json.loads(sys.argv[1])
+    exact = Inputs(Path(place), step, base, hashed=False).exact
+    weights.write_weights(Path(folder), weights.plan_outputs(exact, DTYPES.get(dtype)), *how)
 
 
 def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:
@@ -193,9 +220,9 @@ def _check(folder: Path, started: float) -> MergeResult:
         if not path.is_file() or hash_file(path) != wanted:
             raise refusal("not_as_merged", path=path)
     with inputs.held:
-        stored, _, lines = inputs.prove(folder, plan_outputs(inputs.exact, getattr(torch, facts["dtype"])))
-    lines = (*lines, f"checked: {folder} is what was merged; {len(files)} input files unchanged")
-    return MergeResult(folder, inputs.step, stored.line, lines, stored, time.monotonic() - started)
+        stored, _, lines = inputs.prove(folder, weights.plan_outputs(inputs.exact, DTYPES.get(facts["asked_dtype"])))
+    lines.append(f"checked: {folder} is what was merged; {len(files)} input files unchanged")
+    return MergeResult(folder, inputs.step, stored.line, tuple(lines), stored, time.monotonic() - started)
 
 
 def copy_tokenizer_files(base: Path, trained: Path, folder: Path) -> None:
@@ -209,8 +236,8 @@ def copy_tokenizer_files(base: Path, trained: Path, folder: Path) -> None:
 def write_configs(base: Path, folder: Path, dtype: str, trained_ids: Iterable[int], vocabulary_size: int) -> list[str]:
     """Write config.json and generation_config.json with the tensors' dtype and every stop id; a line a change."""
     config = read_json(base / "config.json")
-    if not (generation := read_json(base / GENERATION_CONFIG, optional=True)):
-        generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    known = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    generation = read_json(base / GENERATION_CONFIG, optional=True) or known
     end_id = load_tokenizer(folder).eos_token_id if any(folder.glob("tokenizer*")) else None
     ids = union_of_ids(generation.get("eos_token_id"), config.get("eos_token_id"), trained_ids, end_id)
     generation, notes = mended(generation)
@@ -241,6 +268,5 @@ def write_card(base: Path, folder: Path, **facts: Any) -> None:
     """Write README.md: base, licence (none: "see the base model"); name, method, what it was made of, dtype, proof."""
     card, front = _front_matter(base), {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card.get(key) for key in ("license", "license_name", "license_link", "language")}
-    data = ModelCardData(base_model=base_name(base), **front)
-    template = Path(__file__).with_name("model_card.md")
+    data, template = ModelCardData(base_model=base_name(base), **front), Path(__file__).with_name("model_card.md")
     ModelCard.from_template(data, template, version=version("fullshard"), **facts).save(folder / "README.md")

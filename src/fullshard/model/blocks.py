@@ -2,6 +2,11 @@
 the names of one parameter in the model, in our checkpoints, and in PEFT's adapter files."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+import torch
 from torch import nn
 from fullshard.errors import ModelError
 
@@ -39,6 +44,32 @@ def find_units(model: nn.Module) -> list[list[nn.Module]]:
     after_blocks = children[children.index(blocks) + 1 :]
     norms = [child for child in after_blocks if list(child.parameters()) and "norm" in type(child).__name__.lower()]
     return [*units, [model.get_input_embeddings()], [*norms, model.get_output_embeddings()]]
+
+
+@contextmanager
+def exchanged(model: nn.Module, units: list[nn.Module], other: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """While the forward of one of ``units`` runs (of the rest: the model's), ``other(name, parameter)`` stand in for
+    its parameters, once for tied ones. Hooks run before and after."""
+    owners = {unit: [*unit.named_modules(prefix=name)] for name, unit in model.named_modules() if unit in units}
+    inner = {module for modules in owners.values() for _, module in modules}
+    owners[model] = [(name, module) for name, module in model.named_modules() if module not in inner]
+
+    def run(unit: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        slots = [(*one, *slot) for one in owners[unit] for slot in one[1]._parameters.items() if slot[1] is not None]
+        once = {value: f"{place}.{name}" for place, _, name, value in slots}
+        others = {value: nn.Parameter(other(name, value), requires_grad=False) for value, name in once.items()}
+        for _, owner, name, value in slots:
+            owner._parameters[name] = others[value]
+        output = forward(*given, **named)
+        for _, owner, name, value in slots:
+            owner._parameters[name] = value
+        return output
+
+    with ExitStack() as stack:
+        for unit in owners:
+            stack.callback(setattr, unit, "forward", unit.forward)
+            unit.forward = partial(run, unit, unit.forward)
+        yield
 
 
 def base_name(name: str) -> str:

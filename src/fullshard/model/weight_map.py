@@ -69,10 +69,6 @@ class WeightMap:
             return self._read_grown(file_name, start, stop)
         return self._tensors[file_name].read(start, stop)
 
-    def read_whole(self, name: str) -> torch.Tensor:
-        """The whole parameter or buffer in its shape, in the files' dtype."""
-        return self.read(name).view(self.shapes[name])
-
     def load_buffers(self, model: nn.Module) -> None:
         """Fill the persistent buffers from the files; ModelError where a float buffer holds NaN."""
         for name, buffer in model.named_buffers():

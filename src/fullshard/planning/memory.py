@@ -18,7 +18,7 @@ HEAP_SLACK = 0.15  # of what blocks keep, on CPU: glibc's holes between tensors
 HOLES = 0.4  # on CPU, of what a recomputed block held: what it keeps splits the place of what it does not
 COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
 LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
-LOAD_SPARE_BYTES = 30_000_000
+LOAD_SPARE_BYTES, MERGE_SPARE_BYTES = 30_000_000, 100_000_000
 MOMENTS = ("always", "backward", "late", "head", "block", "step")  # late: backward's end; head, block: never together
 
 
@@ -193,18 +193,21 @@ def train_peak(lines: list[Line]) -> int:
 
 
 def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
-    """Peak bytes of one rank at each moment: load, train, eval, save and merge (merge runs in one process)."""
+    """Peak bytes of one rank at each moment: load, train, eval; save, whose proof has fp32 copies of a unit and of tied
+    weights; and of a merge on the host, whose proof has a block in fp32."""
     lines, mode = memory_lines(shape, job), precision_of(job.precision)
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
     per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
+    gathered = job.compute_bytes * gathered_parameters(shape)
+    copies = 4 * (largest_unit(shape) + shape.tied * shape.block) * (job.compute_bytes < 4)
     return {
         "load": baseline + -(-stored * shape.parameters // job.num_ranks) + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
         "train": train_peak(lines),
-        "eval": always + job.compute_bytes * gathered_parameters(shape) + job.micro_tokens * per_token + logits,
-        "save": always + -(-4 * shape.largest_tensor // job.num_ranks),
-        "merge": baseline + 4 * shape.parameters + 8 * shape.largest_tensor,
+        "eval": always + gathered + job.micro_tokens * per_token + logits,
+        "save": always + max(-(-4 * shape.largest_tensor // job.num_ranks), gathered + copies),
+        "merge": CPU_PROCESS_BYTES + 4 * shape.block + MERGE_SPARE_BYTES,
     }
 
 

@@ -21,7 +21,7 @@ from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import ConfigError, TrainError, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.adapters import peft_config_text
-from fullshard.model.blocks import PEFT_CONFIG
+from fullshard.model.blocks import PEFT_CONFIG, exchanged, find_units
 from fullshard.planning.speed import timed_product
 from fullshard.ranks import Ranks
 from fullshard.run_folder import ERRORS, METRICS, PREPARED, RESULT, TRACE, checkpoint_path, read_json, write_json
@@ -271,11 +271,13 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``, with the logits by which a merge is proven."""
-        tokens = self._first_tokens(PROOF_TOKENS)
-        self.built.loss_model.eval()
-        with torch.no_grad():
-            logits = self.built.loss_model(tokens.to(self.ranks.device), None, own_logits=True)[0].cpu()
-        self.built.loss_model.train()
+        tokens, model = self._first_tokens(PROOF_TOKENS), self.built.loss_model.eval()
+        units = [module for unit in find_units(model.causal_lm) for module in unit]
+        set_fast_fp32(False)  # fp32 products of the weights as they are gathered: a forward in 16 bits would blur it
+        with torch.no_grad(), exchanged(model, units, lambda _, value: value.float()):
+            logits = model(tokens.to(self.ranks.device), None, own_logits=True)[0].cpu()
+        set_fast_fp32(self.precision.fast_fp32)
+        model.train()
         self.sharded.after_step()
         trainer = {"step": step, "num_steps": len(self.steps), "last_eval": self.last_eval, "data_hash": self.data.hash}
         trainer |= {"position": self._position(step), "precision": self.precision.name, "base": self.built.fingerprint}

@@ -13,8 +13,15 @@ from tiny_models import END, EOS, WORDS, ids_of, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from fullshard.errors import CheckpointError, ConfigError, ModelError
-from fullshard.infer.generate import Answerer, generate_ids, generate_text, load_for_inference, prompt_tokens
-from fullshard.infer.packed import PackedLinear, pack_linears
+from fullshard.infer.generate import (
+    Answerer,
+    PackedLinear,
+    generate_ids,
+    generate_text,
+    load_for_inference,
+    pack_linears,
+    prompt_tokens,
+)
 from fullshard.run_folder import hold
 
 PROMPTS = [ids_of(" ".join(WORDS[start : start + size])) for start, size in ((3, 9), (0, 3), (20, 5), (40, 9), (7, 1))]

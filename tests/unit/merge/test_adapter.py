@@ -110,7 +110,7 @@ def test_a_wrong_scale_fails_the_proof(tmp_path, base):
 def test_scales_of_the_variants(base):
     """alpha / rank; alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732)."""
     from fullshard.config import LoraSection
-    from fullshard.merge.adapter import ModelNames
+    from fullshard.merge.weights import ModelNames
 
     for variant, scale in (("lora", 2.0), ("rslora", 4.0), ("dora", 2.0)):
         names = ModelNames(base, LoraSection(**SETTINGS | {"rank": 4, "alpha": 8, "variant": variant}))

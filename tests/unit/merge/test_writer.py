@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fullshard.errors import MergeError
-from fullshard.merge import writer
-from fullshard.merge.writer import OutputTensor, row_blocks, write_weights
+from fullshard.merge import weights
+from fullshard.merge.weights import OutputTensor, row_blocks, write_weights
 from fullshard.model.load import DTYPE_NAMES
 
 
@@ -29,7 +29,7 @@ def output_of(name: str, value: torch.Tensor, dtype: torch.dtype | None = None) 
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "BLOCK_ELEMENTS", 5)
+    monkeypatch.setattr(weights, "BLOCK_ELEMENTS", 5)
     tensors = {
         f"{dtype}.{number}": (torch.arange(7 * 3 * 2).reshape(7, 3, 2)[:rows] % 2).to(dtype)
         for dtype in DTYPE_NAMES
@@ -64,13 +64,13 @@ def test_files_hold_every_tensor_once_within_the_limit(sizes, shard_bytes):
 
 @given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 100))
 def test_row_blocks_cover_every_row_once(num_rows, num_columns, limit):
-    before, writer.BLOCK_ELEMENTS = writer.BLOCK_ELEMENTS, limit
+    before, weights.BLOCK_ELEMENTS = weights.BLOCK_ELEMENTS, limit
     try:
         blocks = list(row_blocks((num_rows, num_columns)))
     finally:
-        writer.BLOCK_ELEMENTS = before
-    assert [row for start, stop in blocks for row in range(start, stop)] == list(range(num_rows))
-    assert all((stop - start) * num_columns <= max(limit, num_columns) for start, stop in blocks)
+        weights.BLOCK_ELEMENTS = before
+    assert [place for start, stop in blocks for place in range(start, stop)] == list(range(num_rows * num_columns))
+    assert all(not start % num_columns and stop - start <= max(limit, num_columns) for start, stop in blocks)
 
 
 def test_rounding_happens_in_the_writer_and_overflow_is_refused(tmp_path):
@@ -80,3 +80,11 @@ def test_rounding_happens_in_the_writer_and_overflow_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     with pytest.raises(MergeError, match="a holds values that are not finite in float16"):
         write_weights(tmp_path / "other", [output_of("a", value, torch.float16)])
+
+
+def test_the_largest_file_may_be_a_size_in_words(tmp_path):
+    values, kind = torch.ones(500), torch.float32
+    tensors = [OutputTensor(str(number), (500,), kind, lambda: iter([values]), kind) for number in range(4)]
+    assert len(write_weights(tmp_path, tensors, "4KB")) == 3  # two of 2,000 bytes a file, and the index
+    with pytest.raises(MergeError, match=r"--max-shard-size 4 apples cannot be used"):
+        write_weights(tmp_path, tensors, "4 apples")

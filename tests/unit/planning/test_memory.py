@@ -191,6 +191,12 @@ def test_peak_is_the_states_and_the_larger_of_backward_and_step(k1):
     assert peaks["train"] == total["always"] + max(total["backward"] + total["head"], total["late"] + passing)
     assert set(peaks) == {"load", "train", "eval", "save", "merge"}
     assert peaks["load"] == 440_000_000 + 4 * 7248 // 2 + 4 * 1024 + 30_000_000
+    # by hand: a block has 2,592 parameters, the head and its norm 1,040; both and one block more are gathered at once
+    assert peaks["save"] == total["always"] + 4 * (1040 + 2 * 2592)
+    low = memory_lines(k1, job(precision="bf16"))
+    always = sum(line.bytes for line in low if line.when == "always")
+    assert moment_peaks(k1, job(precision="bf16"))["save"] == always + 2 * (1040 + 2 * 2592) + 4 * 2592
+    assert peaks["merge"] == 440_000_000 + 4 * 2592 + 100_000_000
 
 
 def test_experts_count_only_the_chosen_ones():

@@ -17,9 +17,8 @@ from fullshard.model.blocks import PEFT_CONFIG, PEFT_TENSORS, stored_name
 from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, weight_names
 
 FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-BESIDE, CHANGED_BASE = tuple(FACTS["beside"]), tuple(FACTS["changed_base"])
+BESIDE, CHANGED_BASE, DCP = tuple(FACTS["beside"]), tuple(FACTS["changed_base"]), ".metadata"
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-DCP = ".metadata"
 
 
 class SavedPart(Part):

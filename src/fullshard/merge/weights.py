@@ -1,0 +1,346 @@
+"""The weights of a merged model, a block of rows at a time: LoRA adapters folded into the base's (W + scale * B A, in
+fp32; DoRA: m * V / |V|), written in Hugging Face's layout, read again and proven, bit for bit and by the logits of
+fixed tokens: *unrounded*, from the exact values, and *as stored*. Shapes as in model/adapters.py; an embedding's W is
+(tokens, width), its A (rank, tokens), its B (width, rank); T positions, V vocabulary."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import nn
+from fullshard.checkpoint.ranges import OwnCheckpoint
+from fullshard.errors import Blame, MergeError, refusal
+from fullshard.frozen import Frozen
+from fullshard.merge.readers.foreign import ForeignCheckpoint
+from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
+from fullshard.model.blocks import PEFT_PREFIX, base_name, exchanged, find_blocks, is_adapter, stored_name
+from fullshard.model.load import DTYPE_NAMES, INDEX, FileTensor, WeightFiles, build_on_meta
+from fullshard.model.weight_map import WeightMap
+
+ASK_BASE = "Is this the base that the run was trained on?"
+Source = OwnCheckpoint | ForeignCheckpoint  # ``weights`` by name, ``read(name, start, stop)``
+SHARD_SIZE = "4GB"
+FP32_RELATIVE = 1e-4  # of the range: the largest difference between fp32 products of the same weights
+LINE = "proof: largest logit difference {max_difference:.2g} ({relative:.2%} of the range), same top token at "
+LINE += "{same_top} of {num_positions} positions, mean KL {mean_kl:.1e}"
+MEAN_KL = 1e-3  # nats: of the folder from the training state, as it computed or as its masters are
+BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
+
+
+class ModelNames:
+    """Names and adapters of a model's parameters, and its weights in the base's files."""
+
+    def __init__(self, base: Path, lora: Any = None, new_ids: tuple[int, ...] = ()) -> None:
+        """Build ``base``, or ModelError; ``lora``: a recipe's section or PEFT's config; ``new_ids``: added tokens."""
+        self.model = model = build_on_meta(base, max(new_ids, default=-1) + 1)
+        self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
+        self.vocabulary_size: int = model.config.get_text_config().vocab_size
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # every parameter name, tied ones included -> the name it is trained under
+        self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
+        self.vocabulary = {self.canonical[name] for name in self.weights.vocabulary}
+        self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model
+        self.places, self.adapter_shapes = {}, {}  # by the names of modules, and of tensors, in PEFT's files
+        if lora:
+            inject_adapters(model, lora)
+            self.places = {PEFT_PREFIX + place.module: place for place in adapter_places(model)}
+            added = ((name, value) for name, value in model.named_parameters() if is_adapter(name))
+            self.adapter_shapes = {stored_name(name): tuple(value.shape) for name, value in added}
+
+
+class Adapter(Frozen):
+    """The update of one weight, fp32: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``; stacked experts
+    have one dimension more in front. ``factor`` (rows, 1) or (1, columns) multiplies the sum (DoRA)."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: float
+    has_moved: bool  # from its start, B A = 0
+    factor: torch.Tensor | None = None
+
+    def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
+        """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, ...) in the base's dtype."""
+        rows = slice(first_row, first_row + weight_rows.shape[0])
+        right = self.right[rows] if self.right.dim() == 3 else self.right
+        folded = torch.add(weight_rows.float(), self.left[rows] @ right, alpha=self.scale)
+        if self.factor is not None:
+            folded *= self.factor[rows] if len(self.factor) > 1 else self.factor
+        return folded
+
+
+def read_adapters(checkpoint: Source, names: ModelNames) -> dict[str, Adapter]:
+    """Adapters by the parameter they change. MergeError where one does not fit, there is none, or none moved."""
+    if not (found := [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]):
+        raise MergeError(f"{checkpoint.folder} holds no adapter tensors.", "Use another step, or train again.")
+    for name in found:
+        if (shape := checkpoint.weights[name].shape) != (expected := names.adapter_shapes.get(name)):
+            raise MergeError(f"{name} has shape {shape}; this base needs {expected or 'no such adapter'}.", ASK_BASE)
+    if absent := [name for name in names.adapter_shapes if name not in checkpoint.weights]:
+        raise MergeError(f"{absent[0]} is missing ({len(absent)} such tensors).", "Use another step.")
+    adapters = {}
+    for module, place in names.places.items():
+        if place.parameter in names.weights.aliases:
+            raise refusal("shared_weight", module=module, weight=place.parameter.removesuffix(".weight"))
+        adapters[names.canonical[place.parameter]] = _read_one(module, place, checkpoint, names)
+    if not any(adapter.has_moved for adapter in adapters.values()):
+        raise refusal("never_moved", count=len(adapters), place=checkpoint.folder)
+    return adapters
+
+
+def _read_one(module: str, place: AdapterPlace, checkpoint: Source, names: ModelNames) -> Adapter:
+    """One adapter; it has moved where its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
+    suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
+    stored = [f"{module}.lora_{suffix}" for suffix in suffixes]
+    down, up = (checkpoint.read(name).view(names.adapter_shapes[name]).float() for name in stored)
+    moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
+    if place.layout in ("experts", "experts_in_out"):
+        experts = names.weights.shapes[place.parameter][0]
+        down = down.reshape(experts, -1, down.shape[-1])  # (experts, rank, in)
+        up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
+    turned = place.layout not in ("linear", "experts")
+    sides = (down.transpose(-2, -1), up.transpose(-2, -1)) if turned else (up, down)
+    adapter = Adapter(*sides, place.scale, moved)
+    if not place.has_magnitude:
+        return adapter
+    magnitude, over = checkpoint.read(f"{module}.lora_magnitude_vector").float(), int(place.layout != "conv1d")
+    whole = adapter.fold(names.weights.read(place.parameter).view(names.weights.shapes[place.parameter]), 0)
+    return replace(adapter, factor=(magnitude / whole.norm(dim=over)).unsqueeze(over))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Blocks are too small to be shared: on busy cores torch's threads wait for each other, 20 s instead of 3 (LOG)."""
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        yield
+
+
+class OutputTensor(Frozen):
+    """A tensor to write. ``blocks()`` yields its flattened values in order, exact (before rounding to ``dtype``)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Callable[[], Iterator[torch.Tensor]]
+    exact_dtype: torch.dtype  # of the blocks; equal to dtype where writing rounds nothing
+    parameters: tuple[str, ...] = ()  # or buffers, that it is a part of
+
+    num_bytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)  # in the file
+
+
+Outputs = list[OutputTensor]
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of the elements of whole rows, at most BLOCK_ELEMENTS (at least one row), of a tensor."""
+    size, width = math.prod(shape), max(1, math.prod(shape[1:]))
+    step = width * max(1, BLOCK_ELEMENTS // width)
+    return ((start, min(start + step, size)) for start in range(0, size, step))
+
+
+class ExactWeights:
+    """The exact value of every parameter after training: as trained, folded in fp32, or the base's own."""
+
+    def __init__(self, names: ModelNames, checkpoint: Source, adapters: dict[str, Adapter] | None) -> None:
+        """``adapters``: None for a full fine-tuning, which must hold all parameters. MergeError: one does not fit."""
+        self.names, self._checkpoint, self._folded = names, checkpoint, adapters or {}
+        self._trained = {name for name in checkpoint.weights if ".lora_" not in name}
+        for name in sorted(self._trained):
+            found, shape = tuple(checkpoint.weights[name].shape), names.weights.shapes.get(name)
+            if names.canonical.get(name, name) != name or found != shape:
+                expected = f"it has shape {shape} there" if shape else "it has no such parameter"
+                raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
+        changed = self._trained | self._folded.keys()
+        self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
+        wanted = [name for name in names.canonical.values() if name not in names.frozen]
+        if adapters is None and (absent := dict.fromkeys(name for name in wanted if name not in self._trained)):
+            raise refusal("lacking", names=", ".join([*absent][:5]), count=len(absent))
+
+    def read(self, name: str, start: int, stop: int, compute: torch.dtype | None = None) -> torch.Tensor:
+        """Elements [start, stop), whole rows, of the flattened exact value; or of what training computed with, from
+        weights in ``compute`` and adapters in fp32."""
+        canonical, weights = self.names.canonical.get(name, name), self.names.weights
+        source, stored = (self._checkpoint, canonical) if canonical in self._trained else (weights, name)
+        values, shape = source.read(stored, start=start, stop=stop).to(compute), weights.shapes[name]
+        if canonical not in self._folded:
+            return values
+        return self._folded[canonical].fold(values.view(-1, *shape[1:]), start // math.prod(shape[1:])).reshape(-1)
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """The flattened exact values in order, a block of rows at a time."""
+        return (self.read(name, *block) for block in row_blocks(self.names.weights.shapes[name]))
+
+    def unmerged(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As ``read``, of a parameter of the model that ``names`` wrapped in adapters: nothing is folded."""
+        if is_adapter(name):
+            return self._checkpoint.read(stored_name(name), start=start, stop=stop)
+        canonical = self.names.canonical.get(plain := base_name(name), plain)
+        source = self._checkpoint if canonical in self._trained else self.names.weights
+        return source.read(canonical, start=start, stop=stop)
+
+
+def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> Outputs:
+    """One OutputTensor per name in the base's weight files; ``dtype`` (None: the base's own) is that of floats."""
+    weights, outputs = exact.names.weights, []
+    for name, tensor in weights.files.tensors.items():
+        stored_dtype = dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype
+        parameters = tuple(group.outputs) if (group := weights.groups.get(name)) else ()
+        changed = not exact.changed.isdisjoint(parameters)
+        if group and group.converter is None:
+            shape, blocks = weights.shapes[parameters[0]], partial(exact.blocks, parameters[0])  # grown by new tokens
+        else:
+            read = partial(weights.restore, name, exact.blocks) if changed else tensor.read
+            shape, blocks = tensor.shape, partial(lambda read: iter([read().reshape(-1)]), read)
+        exact_dtype = torch.float32 if changed else tensor.dtype
+        outputs.append(OutputTensor(name, shape, stored_dtype, blocks, exact_dtype, parameters))
+    return outputs
+
+
+@one_thread()
+def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE, share: Any = (0, 1)) -> list[str]:
+    """Write ``tensors`` in Hugging Face's layout, but files that are there; the names of all. ``share`` (k, n): of n
+    processes that write, the k-th, each every n-th file. MergeError: not finite."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": size}
+    with Blame(MergeError, f"--max-shard-size {size} cannot be used", "A number and its unit: 4GB, 500MB"):
+        plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)
+    for file, names in [*plan.filename_to_tensors.items()][share[0] :: share[1]]:
+        if not (folder / file).is_file():  # else of a merge that was killed: a file gets its name when it is whole
+            _write_file(folder / f"{file}.part", [by_name[name] for name in names])
+            os.replace(folder / f"{file}.part", folder / file)
+    if not plan.is_sharded:
+        return list(plan.filename_to_tensors)
+    index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [*plan.filename_to_tensors, INDEX]
+
+
+def _write_file(path: Path, tensors: Outputs) -> None:
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header, position = {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        place = [position, position + tensor.num_bytes]
+        facts = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        header[tensor.name], position = facts, place[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for block in tensor.blocks():
+                stored = block.to(tensor.dtype).reshape(-1).contiguous()
+                if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
+                    raise refusal("not_finite", name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."))
+                file.write(memoryview(stored.view(torch.uint8).numpy()))
+        assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"
+
+
+class Comparison(Frozen):
+    """Two sets of logits for the same tokens, compared."""
+
+    max_difference: float  # logits
+    relative: float  # max_difference / range of the training state's logits
+    same_top: int  # positions whose most likely token is the same
+    num_positions: int
+    mean_kl: float  # nats a position, training state against merged model
+
+    line = property(lambda self: LINE.format(**vars(self)))  # the proof in one line
+
+
+def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
+    """Compare ``logits`` (T, V) with the training state's ``reference`` (T, V). Not finite: NaN, never close."""
+    reference, logits = reference.double(), logits.double()
+    extent = max((reference.max() - reference.min()).item(), 1e-30)
+    difference = (reference - logits).abs().max().item()
+    same_top = int((reference.argmax(-1) == logits.argmax(-1)).sum())
+    log_p, log_q = reference.log_softmax(-1), logits.log_softmax(-1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean().clamp(min=0).item()
+    return Comparison(difference, difference / extent, same_top, len(reference), divergence)
+
+
+@torch.no_grad()
+@one_thread()
+def logits_by_block(model: nn.Module, read: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (T, V), fp32, of ``model`` (meta) for ``tokens`` (1, T): a block at a time, of the embedding the tokens'
+    rows, of a plain head a few rows at a time. ``read(name, start, stop)``: elements of a flattened parameter."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding = getattr(model.get_input_embeddings(), "base_layer", model.get_input_embeddings())
+    ids, width, head = tokens.unique(), embedding.weight.shape[1], model.get_output_embeddings()
+    rows = [read(f"{names[embedding]}.weight", index * width, (index + 1) * width) for index in ids.tolist()]
+    embedding.weight, embedding.padding_idx = nn.Parameter(torch.stack(rows).float()), None
+
+    def fetch(name: str, value: nn.Parameter) -> torch.Tensor:
+        made = torch.empty(value.shape) if value.is_meta else value
+        for start, stop in row_blocks(value.shape) if value.is_meta else ():
+            made.view(-1)[start:stop] = read(name, start, stop)
+        return made
+
+    def by_rows(hidden: torch.Tensor) -> torch.Tensor:
+        rows = (read(f"{names[head]}.weight", *block).float() for block in row_blocks(head.weight.shape))
+        logits = torch.cat([nn.functional.linear(hidden, each.view(-1, hidden.shape[-1])) for each in rows], -1)
+        return logits if head.bias is None else logits + fetch(f"{names[head]}.bias", head.bias)
+
+    hook = embedding.register_forward_pre_hook(lambda _, given: torch.searchsorted(ids, given[0]))
+    with exchanged(model, [*find_blocks(model)[1], head], fetch):
+        if type(head) is nn.Linear:
+            head.forward = by_rows
+        logits = model.eval()(input_ids=tokens, use_cache=False).logits[0]
+    hook.remove()
+    return logits
+
+
+@torch.no_grad()
+def prove(
+    folder: Path, outputs: Outputs, exact: ExactWeights, tokens: torch.Tensor, reference: torch.Tensor | None,
+    compute: torch.dtype,
+) -> tuple[Comparison, Comparison, dict[str, float]]:  # fmt: skip
+    """Read every tensor of ``folder`` again: each must be, bit for bit, what ``exact`` rounds to. Then compare logits
+    on ``tokens`` (1, T) with ``reference`` (T, V; None: of the unmerged tensors), fp32 products of weights in
+    ``compute``: of the folder, and of those weights here. Third: how far each tensor is from the base. MergeError."""
+    model, names = build_on_meta(folder), exact.names
+    weights = WeightMap(model, WeightFiles(folder), str(folder))
+    weights.load_buffers(model)
+    written, base = weights.files.tensors, names.weights.files.tensors
+    if strange := written.keys() ^ base.keys():
+        raise MergeError(f"{folder} has not the tensors of its base: {len(strange)}, first {min(strange)}.", ASK_BASE)
+    if reference is None:
+        names.weights.load_buffers(names.model)
+        reference = logits_by_block(names.model, exact.unmerged, tokens)
+    if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
+        raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
+    changes = {output.name: _compare_bits(output, written[output.name], base[output.name]) for output in outputs}
+    found = logits_by_block(model, weights.read, tokens)
+    is_same = compute == torch.float32 and all(output.dtype == output.exact_dtype for output in outputs)
+    again = found if is_same else logits_by_block(model, partial(exact.read, compute=compute), tokens)
+    stored, computed = compare_logits(reference, found), compare_logits(reference, again)
+    if not computed.relative <= FP32_RELATIVE:
+        raise refusal("other_state", line=computed.line)
+    if not stored.mean_kl <= MEAN_KL:
+        masters = logits_by_block(model, exact.read, tokens)
+        if not compare_logits(masters, found).mean_kl <= MEAN_KL:
+            raise refusal("rounding", line=stored.line)
+    return stored, computed, changes
+
+
+@one_thread()
+def _compare_bits(output: OutputTensor, written: FileTensor, base: FileTensor) -> float:
+    """How far (Euclidean) a tensor's old rows are from the base's. MergeError unless it is written, bit for bit."""
+    position, squares = 0, 0.0
+    for block in output.blocks():
+        stop = position + block.numel()
+        if not torch.equal(written.read(position, stop), block.to(output.dtype)):
+            raise MergeError(f"{output.name} in the merged folder is not what was written.", "Check the disk.")
+        known = min(stop, math.prod(base.shape)) - position
+        if output.exact_dtype.is_floating_point and known > 0:
+            old = base.read(position, position + known)
+            squares += float((block[:known].float() - old.float()).square_().sum(dtype=torch.float64))
+        position = stop
+    return math.sqrt(squares)

@@ -85,6 +85,21 @@ def torch_build() -> str:
     return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
 
 
+def driver_versions() -> dict[str, str]:
+    """What is installed here below torch, by name: NVIDIA's or Ascend's driver, CANN of this shell; read from files."""
+    cann = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")  # set_env.sh sets it
+    places = {  # folder, file in it, the number in its text
+        "NVIDIA driver": ("/proc/driver/nvidia", "version", r"\s(\d{3,}\.[\d.]+)"),
+        "Ascend driver": ("/usr/local/Ascend/driver", "version.info", r"^Version=(\S+)"),
+        "CANN": (cann, "*-linux/ascend_toolkit_install.info", r"^version=(\S+)"),
+    }
+    found = {}
+    for name, (folder, file, number) in places.items():
+        texts = [path.read_text(errors="replace") for path in sorted(Path(folder).glob(file))]
+        found |= {name: match[1] for text in texts if (match := re.search(number, text, re.MULTILINE))}
+    return found
+
+
 def why_unused() -> str:
     """Torch's reason for computing on the CPU where a driver (NVIDIA's or Ascend's) is on this machine; else empty."""
     has_nvidia = Path("/proc/driver/nvidia/version").exists()

@@ -2,6 +2,7 @@
 Devices and links are tested on the ranks that ``train`` would start; docs/doctor.md explains each line."""
 
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -61,7 +62,7 @@ def check_process(place: Path) -> list[Check]:
     checks += [_make(name, _read_package, name, *borders) for name, borders in FACTS["versions"].items()]
     checks += [*_check_host(place), _make("torch build", _read_build)]
     usable = "fail" not in (check.ok for check in checks if check.name.startswith("torch"))
-    return [*checks, _make("cache", _write_cache)] if usable else checks
+    return [*checks, _make("drivers", _read_drivers), _make("cache", _write_cache)] if usable else checks
 
 
 def join_ranks(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
@@ -119,6 +120,23 @@ def _read_build() -> Result:
     if not torch.distributed.is_available():
         return "fail", f"{build}, without torch.distributed", "distributed"
     return "warn" * bool(unused), build + f"; this machine's accelerator is not used: {unused}" * bool(unused), "unused"
+
+
+def _read_drivers() -> Result:
+    """Driver and CANN against what torch was built for, by the numbers of doctor.yaml."""
+    from fullshard.device import driver_versions, torch_build
+
+    found, build = driver_versions(), torch_build()
+    told = ", ".join(f"{name} {number}" for name, number in found.items()) or "none found"
+    for name, least in ((name, least) for name, needs in FACTS["drivers"].items() for least in needs.items()):
+        if name in found and least[0] in build and _numbers(found[name]) < _numbers(least[1]):
+            return "fail", f"{told}: {build} needs {name} {least[1]} or newer", name
+    return "", told
+
+
+def _numbers(version: str) -> list[int]:
+    """8.3.RC1 -> [8, 3]: what counts for fitting together."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _check_host(place: Path) -> Iterator[Check]:

@@ -85,21 +85,6 @@ def torch_build() -> str:
     return f"CPU + torch_npu {torch_npu.__version__}" if torch_npu else "CPU"
 
 
-def driver_versions() -> dict[str, str]:
-    """What is installed here below torch, by name: NVIDIA's or Ascend's driver, CANN of this shell; read from files."""
-    cann = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")  # set_env.sh sets it
-    places = {  # folder, file in it, the number in its text
-        "NVIDIA driver": ("/proc/driver/nvidia", "version", r"\s(\d{3,}\.[\d.]+)"),
-        "Ascend driver": ("/usr/local/Ascend/driver", "version.info", r"^Version=(\S+)"),
-        "CANN": (cann, "*-linux/ascend_toolkit_install.info", r"^version=(\S+)"),
-    }
-    found = {}
-    for name, (folder, file, number) in places.items():
-        texts = [path.read_text(errors="replace") for path in sorted(Path(folder).glob(file))]
-        found |= {name: match[1] for text in texts if (match := re.search(number, text, re.MULTILINE))}
-    return found
-
-
 def why_unused() -> str:
     """Torch's reason for computing on the CPU where a driver (NVIDIA's or Ascend's) is on this machine; else empty."""
     has_nvidia = Path("/proc/driver/nvidia/version").exists()
@@ -165,9 +150,9 @@ def set_fast_fp32(fast: bool) -> None:
         torch.npu.conv.allow_hf32 = fast
 
 
-def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+def varlen_attention(kind: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """Torch's variable-length attention where it runs: CUDA, 16 bits. None elsewhere. Not run yet."""
-    return varlen_attn if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
+    return varlen_attn if kind == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
 
 
 def collective_backend(kind: str) -> str:

@@ -1,6 +1,7 @@
 """Is this machine able to do the job? Each line is a test: what it found and, where something is wrong, the fix.
 Devices and links are tested on the ranks that ``train`` would start; docs/doctor.md explains each line."""
 
+import os
 import platform
 import re
 import shutil
@@ -123,20 +124,19 @@ def _read_build() -> Result:
 
 
 def _read_drivers() -> Result:
-    """Driver and CANN against what torch was built for, by the numbers of doctor.yaml."""
-    from fullshard.device import driver_versions, torch_build
+    from fullshard.device import torch_build
 
-    found, build = driver_versions(), torch_build()
+    build, found = torch_build(), {}
+    for name, (file, pattern, _) in FACTS["drivers"].items():
+        for path in sorted(Path("/").glob(os.path.expandvars(file).lstrip("/"))):
+            if match := re.search(pattern, path.read_text(errors="replace"), re.MULTILINE):
+                found[name] = match[1]
     told = ", ".join(f"{name} {number}" for name, number in found.items()) or "none found"
-    for name, least in ((name, least) for name, needs in FACTS["drivers"].items() for least in needs.items()):
-        if name in found and least[0] in build and _numbers(found[name]) < _numbers(least[1]):
-            return "fail", f"{told}: {build} needs {name} {least[1]} or newer", name
+    for name, number in found.items():
+        for start, least in FACTS["drivers"][name][2].items():
+            if start in build and [*map(int, re.findall(r"\d+", number)[:2])] < least:  # 8.3.RC1: 8, 3
+                return "fail", f"{told}: {build} needs {name} {'.'.join(map(str, least))} or newer", name
     return "", told
-
-
-def _numbers(version: str) -> list[int]:
-    """8.3.RC1 -> [8, 3]: what counts for fitting together."""
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _check_host(place: Path) -> Iterator[Check]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from fullshard.device import varlen_attention
 from fullshard.frozen import Frozen
 from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_blocks, find_decoder, is_adapter
@@ -38,10 +39,11 @@ class Trace(Frozen):
         return tokens * row // self.length + fixed, formula
 
 
-def trace_model(model: nn.Module, precision: Precision, length: int, packing: bool) -> Trace:
+def trace_model(model: nn.Module, precision: Precision, length: int, packing: bool, kind: str) -> Trace:
     """Trace the forward in training of a model on meta (changed in place), adapters included, on rows of ``length``
-    tokens. ``packing``: documents of that length share a sequence. Raises what the family's code raises where it
-    needs values, such as a routing that reads them."""
+    tokens. ``packing``: documents of that length share a sequence. ``kind``: of device; traced as on a CPU, whose fused
+    attention keeps what others keep. Raises what the family's code raises where it needs values."""
+    varlen = varlen_attention(kind, precision.compute) is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         made: dict[int, nn.Parameter] = {}
         for path, module in model.train().named_modules():
@@ -51,12 +53,12 @@ def trace_model(model: nn.Module, precision: Precision, length: int, packing: bo
                     fake = torch.empty(weight.shape, dtype=dtype, device="cpu")
                     made[id(weight)] = nn.Parameter(fake, requires_grad=weight.requires_grad)
                 module._parameters[name] = weight if weight is None else made[id(weight)]
-        counts = zip(*(kept_bytes(model, length, rows, packing) for rows in (2, 3)), strict=True)
+        counts = zip(*(kept_bytes(model, length, rows, packing, varlen) for rows in (2, 3)), strict=True)
     whole, again = (tuple(Kept(b - a, 3 * a - 2 * b) for a, b in zip(*pair, strict=True)) for pair in counts)
     return Trace(length, whole[:-1], again, whole[-1])
 
 
-def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool) -> tuple[list[int], list[int]]:
+def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool, varlen: bool) -> tuple[list[int], list[int]]:
     """Bytes that a forward keeps, each storage once, where it was first saved: by block and, last, outside of them;
     and by block without its input. Of blocks that are alike two are run, and count for the others."""
     blocks, decoder = list(find_blocks(model)[1]), find_decoder(model)
@@ -86,7 +88,8 @@ def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool) -> tuple
 
     shape, given = (rows, length), {}
     if packing and model.config._attn_implementation == BY_DOCUMENT:
-        shape, given = (1, rows * length), {"documents": Documents([[length] * rows])}
+        lengths = [rows * length] if varlen else [length] * rows  # one kernel takes all, as if they were one document
+        shape, given = (1, rows * length), {"documents": Documents([lengths], unmasked=varlen)}
     elif packing:  # each row is a sequence of documents, kept apart by a mask
         given = {"attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool, device="cpu")}
     for number, block in enumerate(blocks):
@@ -100,8 +103,9 @@ def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool) -> tuple
 
 def _kind_of(block: nn.Module) -> str:
     """The same for blocks that do the same: classes, plain attributes and shapes of the weights."""
-    plain = (int, float, str, bool)
-    return repr([
-        (type(module), [item for item in vars(module).items() if isinstance(item[1], plain) and item[0] not in OWN_NUMBER],
-         [weight.shape for weight in module.parameters(recurse=False)]) for module in block.modules()
-    ])  # fmt: skip
+    found: list[Any] = []
+    for module in block.modules():
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+        shapes = [weight.shape for weight in module.parameters(recurse=False)]
+        found.append((type(module), [item for item in plain.items() if item[0] not in OWN_NUMBER], shapes))
+    return repr(found)

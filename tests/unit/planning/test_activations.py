@@ -1,8 +1,6 @@
-"""The trace of a model's activations on fake tensors, against what autograd keeps of the real model with real values."""
+"""The trace of a model's activations on fake tensors, against what autograd keeps of the real model with values."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -10,16 +8,13 @@ from families import CORE, FAMILIES
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig
 
-from fullshard.config import LoraSection, config_from_dict
+from fullshard.config import LoraSection
 from fullshard.model.adapters import add_adapters
 from fullshard.model.attention import BY_DOCUMENT, Documents
-from fullshard.model.blocks import find_blocks, find_decoder, is_adapter
+from fullshard.model.blocks import find_decoder, is_adapter
 from fullshard.model.load import build_from_config
-from fullshard.planning import search
 from fullshard.planning.activations import trace_model
-from fullshard.planning.memory import Job, block_bytes_per_token, memory_lines
-from fullshard.planning.search import Machine, make_plan
-from fullshard.planning.shape import shape_of
+from fullshard.planning.search import Machine
 from fullshard.planning.speed import Rates
 from fullshard.train.precision import MODES
 

@@ -125,6 +125,6 @@ def format_range(low: float, high: float) -> str:
 
 def render(name: str, **values: Any) -> str:
     """A template of this folder, with what the words of a plan need."""
-    words = {"bytes": format_bytes, "minutes": format_minutes, "range_of": format_range, "fit": fit_of, "words": EXPLAIN}
+    words = {"bytes": format_bytes, "minutes": format_minutes, "range_of": format_range, "fit": fit_of}
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return Template(text, trim_blocks=True, undefined=StrictUndefined).render(words | values).rstrip()
+    return Template(text, trim_blocks=True, undefined=StrictUndefined).render(words | values, words=EXPLAIN).rstrip()

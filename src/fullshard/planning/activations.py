@@ -2,12 +2,15 @@
 storages are real, values do not exist, so that a model of any size is traced in a second or two."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import masking_utils
 from fullshard.device import varlen_attention
 from fullshard.frozen import Frozen
 from fullshard.model.attention import BY_DOCUMENT, Documents
@@ -90,11 +93,11 @@ def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool, varlen: 
     if packing and model.config._attn_implementation == BY_DOCUMENT:
         lengths = [rows * length] if varlen else [length] * rows  # one kernel takes all, as if they were one document
         shape, given = (1, rows * length), {"documents": Documents([lengths], unmasked=varlen)}
-    elif packing:  # each row is a sequence of documents, kept apart by a mask
-        given = {"attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool, device="cpu")}
     for number, block in enumerate(blocks):
         block.forward = partial(run, number)
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    # Whether positions begin anew, so that a mask is needed, is read from their values: fake ones always do.
+    known = nullcontext() if packing else patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+    with known, saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder(input_ids=torch.zeros(shape, dtype=torch.long, device="cpu"), use_cache=False, **given)
     for block in blocks:
         del block.forward

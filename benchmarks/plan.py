@@ -25,6 +25,9 @@ from typing import Any
 from measuring import MODEL, hardware, spread, train, write
 from trl import GSM8K
 
+from fullshard import UserError
+
+PARTS = Path("/tmp/plan_rows.json")  # what has been measured so far
 SIZES = {  # hidden, layers, heads, key heads, MLP, tied, family
     "12M": (192, 6, 3, 3, 512, True, "llama"),
     "30M": (320, 12, 5, 5, 864, True, "llama"),
@@ -139,10 +142,16 @@ def main() -> None:
     try:
         for number, one in enumerate(chosen):
             model = make_model(one["model"], folder / one["model"])
-            found.append(measure(one, model, rows, folder / f"{number}", not arguments.no_time))
-            shutil.rmtree(folder / f"{number}")
-            last = found[-1]
             words = " ".join(str(one[key]) for key in ("model", "ranks", "engine", "method", "recompute", "precision"))
+            try:
+                found.append(last := measure(one, model, rows, folder / f"{number}", not arguments.no_time))
+            except (RuntimeError, UserError) as error:  # a fact too; the others go on
+                found.append({**one, "failed": str(error)})
+                print(f"{words}: {error}", flush=True)
+                continue
+            finally:
+                shutil.rmtree(folder / f"{number}", ignore_errors=True)
+                PARTS.write_text(json.dumps(found, indent=1))
             line = f"{words}: planned {last['planned_bytes'] / 1e6:.0f} MB, measured {last['measured_bytes'] / 1e6:.0f}"
             line += f" ({last['error']:+.1%})"
             print(line + (f", step time {last['time_error']:+.1%}" if "time_error" in last else ""), flush=True)
@@ -158,7 +167,7 @@ def main() -> None:
         command = "python benchmarks/plan.py " + " ".join(sys.argv[1:])
         print(write("plan", command.strip(), result, ("fullshard", "torch", "transformers", "peft")))
     else:
-        Path("/tmp/plan_rows.json").write_text(json.dumps(result, indent=1))
+        PARTS.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

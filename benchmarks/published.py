@@ -26,6 +26,7 @@ from published_rows import RESERVED_BAND, ROOT, ROWS, Case, case_of_row, number,
 
 from fullshard.planning.hardware import GIB
 from fullshard.planning.memory import memory_lines, train_peak
+from fullshard.planning.plan import fit_of
 from fullshard.planning.speed import EFFICIENCY, micro_batch_seconds
 
 SHARES_FILE = ROOT / "src" / "fullshard" / "planning" / "efficiency.yaml"
@@ -223,7 +224,7 @@ def judge(row: dict[str, str], held_out: dict[str, float]) -> dict[str, Any]:
         "length": row["seq_len"], "rows": row["micro_batch"], "recomputed": row["act_ckpt"],
         "memory_kind": "out of memory" if row["core"] == "fit-check" else case.memory_kind,
         "memory_published": case.published_memory, "memory_predicted": memory,
-        "fits": whole <= USABLE_SHARE * limit if limit else None,
+        "fits": fit_of(whole, USABLE_SHARE * limit) if limit else None,  # yes, tight or no, as plan and train judge
         "speed_published": case.published_speed, "speed_predicted": speed, "speed_held_out": held_out.get(row["id"]),
     }  # fmt: skip
 
@@ -259,12 +260,11 @@ def score(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if ranks:
         figures["rank_correlation"], figures["rank_correlation_of_groups"] = statistics.mean(ranks.values()), ranks
     failed = [row for row in rows if row["core"] == "fit-check"]
-    figures["out_of_memory_rows"], figures["out_of_memory_said_to_fit"] = (
-        len(failed),
-        sum(row["fits"] for row in failed),
-    )
     ran = [row for row in rows if row["core"] != "fit-check" and row["fits"] is not None]
-    figures["ran_rows"], figures["ran_said_not_to_fit"] = len(ran), sum(not row["fits"] for row in ran)
+    figures["out_of_memory_rows"], figures["ran_rows"] = len(failed), len(ran)
+    for name, judged in (("out_of_memory", failed), ("ran", ran)):
+        for answer, words in (("yes", "said_to_fit"), ("tight", "said_to_be_tight"), ("no", "said_not_to_fit")):
+            figures[f"{name}_{words}"] = sum(row["fits"] == answer for row in judged)
     return figures
 
 

@@ -43,6 +43,10 @@ WORDS = {  # of the table of figures, in Chinese; longer ones first
     "order in a table, rank correlation": "表内次序，秩相关",
     "out-of-memory runs said to fit": "公布为显存不足而被判为放得下",
     "| figure | reached | wanted | rows |": "| 指标 | 达到 | 要求 | 行数 |",
+    "| the plan says | of runs that ran | of runs out of memory |": "| 计划的判断 | 跑成的运行 | 显存不足的运行 |",
+    "tight: may fit or not": "很紧：可能放得下，也可能放不下",
+    "does not fit: refused": "放不下：拒绝",
+    "| fits |": "| 放得下 |",
     "aim": "目标",
 }
 
@@ -61,10 +65,7 @@ def figure_table(scores: dict[str, Any], others: dict[str, Any]) -> list[str]:
     """The issue's figures beside their limits."""
     low, high = RESERVED_BAND
     inside = f"reserved memory inside {low:g} to {high:g} times the predicted allocated"
-    fits, failed = (
-        f"{scores['out_of_memory_said_to_fit']} of {scores['out_of_memory_rows']}",
-        scores["ran_said_not_to_fit"],
-    )
+    fits = f"{scores['out_of_memory_said_to_fit']} of {scores['out_of_memory_rows']}"
     rows = [
         ("allocated memory, median error", scores["memory_median"], "7 % (aim 5)", scores["memory_rows"]),
         ("allocated memory, 90th percentile", scores["memory_p90"], "20 % (aim 12)", scores["memory_rows"]),
@@ -78,8 +79,16 @@ def figure_table(scores: dict[str, Any], others: dict[str, Any]) -> list[str]:
         f"| order in a table, rank correlation | {scores['rank_correlation']:.2f} | 0.90 | {scores['speed_rows']} |",
         f"| out-of-memory runs said to fit | {fits} | 0 | {scores['out_of_memory_rows']} |",
         "",
-        f"Of {scores['ran_rows']} runs that did run, the plan refuses {failed}: it keeps 5 % of a card free",
-        "and counts 0.9 GiB of context, and published runs often fill a card to the last GiB.",
+        "| the plan says | of runs that ran | of runs out of memory |",
+        "|---|---:|---:|",
+        *(
+            f"| {answer} | {scores[f'ran_{name}']} | {scores[f'out_of_memory_{name}']} |"
+            for answer, name in (
+                ("fits", "said_to_fit"),
+                ("tight: may fit or not", "said_to_be_tight"),
+                ("does not fit: refused", "said_not_to_fit"),
+            )
+        ),
         "",
         f"Rows of the same scope that are not core ({others['rows']}: near-duplicates; no share was fitted to them):",
         f"memory {percent(others.get('memory_median'))} at the median and {percent(others.get('memory_p90'))} at the "
@@ -117,7 +126,7 @@ def row_table(rows: list[dict[str, Any]]) -> list[str]:
         what = f"{row['model']}, {row['method'].split(' (')[0]}, {row['devices']} x {row['card']}, "
         what += f"{row['rows']} x {row['length']}"
         what += f", recomputed: {row['recomputed'].split(' (')[0]}"
-        fits = {None: "", True: "yes", False: "no"}[row["fits"]]
+        fits = row["fits"] or ""
         lines.append(
             f"| {row['id']} | {row['group']} | {what} | {memory} | {row['memory_predicted']:.2f} |"
             f" {signed(row['memory_predicted'], row['memory_published'])} | {speeds[0]} | {speeds[1]} |"

@@ -264,7 +264,7 @@ def case_of_row(row: dict[str, str]) -> Case:
         gathers_all=stays, precision="bf16",
         micro_tokens=tokens, longest=numbers[0], recompute=recompute,
         accumulates=is_full and accumulation > 1 and row["framework"].lower().startswith(NO_SYNC),
-        adapters=adapters, adapted_inputs=0, on_cpu=False,
+        adapters=adapters, on_cpu=False,
     )  # fmt: skip
     practice = practice_of_row(row, shape, tokens, inputs)
     features = adapters // (shape.num_layers * int(number(row["lora_rank"]) or 1))

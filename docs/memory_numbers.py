@@ -14,7 +14,7 @@ from typing import Any
 import fullshard
 from fullshard.errors import PlanError
 from fullshard.planning.hardware import parse_devices
-from fullshard.planning.memory import Job, Line, block_bytes_per_token, memory_lines
+from fullshard.planning.memory import Job, Line, block_bytes_per_token
 from fullshard.planning.plan import Plan
 from fullshard.planning.shape import ModelShape, build_for_plan, shape_of, shipped_config
 
@@ -175,7 +175,6 @@ def job_of(plan: Plan) -> Job:
         recompute=plan.recompute,
         accumulates=plan.micro_batches > 1,
         adapters=0,
-        adapted_inputs=0,
         on_cpu=False,
     )
 
@@ -194,15 +193,14 @@ class Moment:
         return sum(self.live.values())
 
 
-def step_moments(shape: ModelShape, job: Job) -> list[Moment]:
-    """Live bytes of one rank, unit by unit, in a step of one micro-batch with recomputation.
+def step_moments(shape: ModelShape, job: Job, lines: dict[str, int]) -> list[Moment]:
+    """Live bytes of one rank, unit by unit, in a step of one micro-batch with recomputation; ``lines``: the plan's.
 
     The planner's causes, each where it lives: the unit in use and the next one are gathered, the head from its forward
     to its backward; block inputs come in forward and go in backward; the reduction's buffer holds the larger of this
     unit's and the one on its way; gradient shards grow.
     """
     assert job.recompute and not job.accumulates and not shape.tied
-    lines = {line.cause: line.bytes for line in memory_lines(shape, job)}
     ranks, compute = job.num_ranks, job.compute_bytes
     units = [("embedding", shape.embedding), *[(f"block {i + 1}", shape.block) for i in range(shape.num_layers)]]
     units.append(("head", shape.head))
@@ -267,7 +265,7 @@ def compute() -> Numbers:
     return Numbers(
         models=models,
         plan=plan,
-        moments=tuple(step_moments(models[0].shape, job_of(plan))),
+        moments=tuple(step_moments(models[0].shape, job_of(plan), {line.cause: line.bytes for line in plan.lines})),
         sdpa=measured_block_bytes(settings, "sdpa", ROW_TOKENS),
         packed=measured_block_bytes(settings, "sdpa", ROW_TOKENS, packed=True),
         eager=measured_block_bytes(settings, "eager", ROW_TOKENS),

@@ -143,6 +143,7 @@ def residual_numbers(numbers: Numbers) -> dict[str, object]:
         "sdpa": f"{sdpa / 1e9:.2f}",
         "sdpa_token": f"{sdpa // row:,}",
         "sdpa_widths": f"{sdpa / row / hidden:.1f}",
+        "traced_token": f"{line_of(numbers.plan, 'recomputed block').bytes // tokens:,}",
         "predicted_token": f"{numbers.predicted_block_bytes // row:,}",
         "predicted_more": f"{numbers.predicted_block_bytes / sdpa - 1:.1%}",
         "repeated": f"{repeated:,}",
@@ -212,7 +213,7 @@ def plan_numbers(numbers: Numbers, words: dict) -> dict[str, object]:
     more = {
         "gradients": -highest.live["gradients"],
         "gathered": counted["gathered weights"] - highest.live["gathered"],
-        "mask": counted["attention mask"],
+        "mask": counted["around the blocks"],
         "slack": counted["allocator slack"],
         "inputs": counted["block inputs"] - highest.live["inputs"],
     }

@@ -150,9 +150,9 @@ def set_fast_fp32(fast: bool) -> None:
         torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 = fast, fast
 
 
-def varlen_attention(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+def varlen_attention(kind: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """Torch's variable-length attention where it runs: CUDA, 16 bits. None elsewhere. Not run yet."""
-    return varlen_attn if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
+    return varlen_attn if kind == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
 
 
 def collective_backend(kind: str) -> str:

@@ -1,7 +1,9 @@
 """Is this machine able to do the job? Each line is a test: what it found and, where something is wrong, the fix.
 Devices and links are tested on the ranks that ``train`` would start; docs/doctor.md explains each line."""
 
+import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -61,7 +63,7 @@ def check_process(place: Path) -> list[Check]:
     checks += [_make(name, _read_package, name, *borders) for name, borders in FACTS["versions"].items()]
     checks += [*_check_host(place), _make("torch build", _read_build)]
     usable = "fail" not in (check.ok for check in checks if check.name.startswith("torch"))
-    return [*checks, _make("cache", _write_cache)] if usable else checks
+    return [*checks, _make("drivers", _read_drivers), _make("cache", _write_cache)] if usable else checks
 
 
 def join_ranks(found: Sequence[tuple[str, Sequence[Check]]]) -> Iterator[Check]:
@@ -119,6 +121,22 @@ def _read_build() -> Result:
     if not torch.distributed.is_available():
         return "fail", f"{build}, without torch.distributed", "distributed"
     return "warn" * bool(unused), build + f"; this machine's accelerator is not used: {unused}" * bool(unused), "unused"
+
+
+def _read_drivers() -> Result:
+    from fullshard.device import torch_build
+
+    build, found = torch_build(), {}
+    for name, (file, pattern, _) in FACTS["drivers"].items():
+        for path in sorted(Path("/").glob(os.path.expandvars(file).lstrip("/"))):
+            if match := re.search(pattern, path.read_text(errors="replace"), re.MULTILINE):
+                found[name] = match[1]
+    told = ", ".join(f"{name} {number}" for name, number in found.items()) or "none found"
+    for name, number in found.items():
+        for start, least in FACTS["drivers"][name][2].items():
+            if start in build and [*map(int, re.findall(r"\d+", number)[:2])] < least:  # 8.3.RC1: 8, 3
+                return "fail", f"{told}: {build} needs {name} {'.'.join(map(str, least))} or newer", name
+    return "", told
 
 
 def _check_host(place: Path) -> Iterator[Check]:

@@ -39,7 +39,7 @@ def named(checks) -> dict[str, Check]:
 def test_every_subject_is_tested_here(report):
     found = named(report.checks)
     subjects = {"Python", "torch", "transformers", "peft", "safetensors", "torch build", "cores", "memory", "disk"}
-    subjects |= {"interfaces", "cache", "shared folder", "ranks", "accelerators"}
+    subjects |= {"drivers", "interfaces", "cache", "shared folder", "ranks", "accelerators"}
     subjects |= {f"{name} products" for name in ("fp32", "tf32", "bf16", "fp16")}
     assert found.keys() == subjects | COLLECTIVES
     assert report.healthy, report.to_text()
@@ -136,6 +136,56 @@ def test_an_accelerator_that_torch_does_not_use(monkeypatch):
     assert "no card is visible" in doctor._read_build()[1]
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/davinci_manager" or real(path))
     assert "torch_npu is not installed" in doctor._read_build()[1]
+
+
+NVIDIA = "NVRM version: NVIDIA UNIX {}  {}  Release Build  (root@host)\nGCC version:  12.3.0\n"
+CANN = "package_name=Ascend-cann-toolkit\nversion={}\narch=aarch64\n"
+
+
+@pytest.fixture
+def driver_files(monkeypatch, tmp_path):
+    """A machine's files of drivers are those below tmp_path."""
+    real = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: real(tmp_path if path == Path("/") else path, pattern))
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/latest")
+
+    def write(name, text):
+        (file := tmp_path / name.strip("/")).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("driver", "kernel", "build", "ok"),
+    [
+        ("570.86.15", "Open Kernel Module for x86_64", "CUDA 12.8", "ok"),
+        ("550.54.15", "x86_64 Kernel Module", "CUDA 13.0", "fail"),
+        ("580.65.06", "x86_64 Kernel Module", "CUDA 13.0", "ok"),
+        ("470.57.02", "x86_64 Kernel Module", "CUDA 12.6", "fail"),
+        ("470.57.02", "x86_64 Kernel Module", "CPU", "ok"),
+    ],
+)
+def test_the_driver_is_new_enough_for_torch(driver_files, monkeypatch, driver, kernel, build, ok):
+    driver_files("/proc/driver/nvidia/version", NVIDIA.format(kernel, driver))
+    monkeypatch.setattr("fullshard.device.torch_build", lambda: build)
+    found = doctor._make("drivers", doctor._read_drivers)
+    assert found.ok == ok and found.finding.startswith(f"NVIDIA driver {driver}")
+    assert ("Update the driver" in found.fix and f"{build} needs NVIDIA driver 5" in found.finding) == (ok == "fail")
+
+
+@pytest.mark.parametrize(("cann", "ok"), [("8.5.0", "ok"), ("8.3.RC1", "fail"), ("9.0.0.beta1", "ok")])
+def test_cann_is_new_enough_for_torch_npu(driver_files, monkeypatch, cann, ok):
+    driver_files("latest/aarch64-linux/ascend_toolkit_install.info", CANN.format(cann))
+    driver_files("/usr/local/Ascend/driver/version.info", "Version=25.2.0\nascendhal_version=7.35.23\n")
+    monkeypatch.setattr("fullshard.device.torch_build", lambda: "CPU + torch_npu 2.13.0")
+    found = doctor._make("drivers", doctor._read_drivers)
+    assert found.ok == ok and f"Ascend driver 25.2.0, CANN {cann}" in found.finding
+    assert ("docs/ascend.md" in found.fix) == (ok == "fail")
+
+
+def test_a_machine_without_drivers(driver_files):
+    assert doctor._make("drivers", doctor._read_drivers) == Check("drivers", "ok", "none found")
 
 
 def test_torch_npu_of_another_number(monkeypatch):

@@ -19,6 +19,7 @@ class Documents:
 
     lengths: list[list[int]]
     layers: set[int] = field(default_factory=set)  # identity of each attention module that has used this
+    unmasked: bool = False  # windows need no mask: a plan's stand-in for ``varlen_attention`` where that cannot run
 
 
 def attend(
@@ -33,7 +34,7 @@ def attend(
     documents = documents or Documents([[size]] * batch)
     documents.layers.add(id(module))
     plain = softcap is None and s_aux is None
-    if plain and not dropout and (kernel := varlen_attention(query_BHSD.device, query_BHSD.dtype)):
+    if plain and not dropout and (kernel := varlen_attention(query_BHSD.device.type, query_BHSD.dtype)):
         # all documents in one call of torch's kernel, which takes tokens end to end: (B S, H, D)
         lengths = [length for row in documents.lengths for length in row]
         borders = torch.tensor([0, *lengths], device=query_BHSD.device).cumsum(0).int()
@@ -46,7 +47,7 @@ def attend(
         # split, not slices: its backward joins the pieces once instead of adding each to a whole of zeros
         pieces, parts = [whole[row : row + 1].split(lengths, 2) for whole in (query_BHSD, key_BHSD, value_BHSD)], []
         for length, inner in zip(lengths, zip(*pieces, strict=True), strict=True):
-            window, seen = min(length, sliding_window or length), None
+            window, seen = length if documents.unmasked else min(length, sliding_window or length), None
             if not plain or window < length:  # which keys each query sees: itself and those before it, window in all
                 seen = torch.ones(length, length, dtype=torch.bool, device=query_BHSD.device).tril().triu(1 - window)
             if plain:

@@ -1,12 +1,13 @@
 """Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
 
-Activations of one block per token, what autograd keeps with fused attention (c bytes of compute, h width, a heads x
-head size, f MLP width, n features of all norms, m ModelShape.mlp_copies): c (2h + n + 4a + mf) + 4n, without 4n for
-LayerNorm. DoRA adds about 16 bytes an input feature of each adapted layer; eager attention 12 bytes x heads x longest.
+Activations of our own runs are traced (activations.py). Of others' runs, and where a model cannot be traced, one block
+keeps per token with fused attention (c bytes of compute, h width, a heads x head size, f MLP width, n features of all
+norms, m ModelShape.mlp_copies): c (2h + n + 4a + mf) + 4n, without 4n for LayerNorm; eager: 12 x heads x longest more.
 """
 
 import math
 from fullshard.frozen import Frozen
+from fullshard.planning.activations import Kept, Trace
 from fullshard.planning.shape import ModelShape
 from fullshard.train.loss import CHUNK_LOGIT_BYTES
 from fullshard.train.precision import precision_of
@@ -34,7 +35,6 @@ class Job(Frozen):
     recompute: bool | int  # how many of the first blocks; True: all
     accumulates: bool  # whole gradients are kept over several micro-batches
     adapters: int  # adapter parameters, 0 for full
-    adapted_inputs: int  # input features of a block's layers under DoRA, else 0
     on_cpu: bool
     vocabulary: int = 0  # parameters of embedding and head that LoRA trains as a whole, for new tokens
     gathers_all: bool = False  # blocks stay gathered from forward to backward or longer
@@ -42,6 +42,7 @@ class Job(Frozen):
     supervised: float = 1.0  # the largest share of a micro-batch's tokens that has logits
     adapted_outputs: int = 0  # output features of a block's layers under LoRA
     engine: str = "simple"
+    trace: Trace | None = None  # of the model's blocks; None: by formula
 
     compute_bytes = property(lambda self: precision_of(self.precision).compute.itemsize)  # of a number in products
 
@@ -72,13 +73,12 @@ class Practice(Frozen):
 
 
 def own_practice(job: Job) -> Practice:
-    """What fullshard's engines do in the job's precision. On CPU an adapted layer's output leaves a hole."""
+    """What fullshard's engines do in the job's precision."""
     mode, states = precision_of(job.precision), 8 if job.optimizer == "adamw" else 0
     master, compute = mode.master.itemsize, job.compute_bytes
-    on_cpu = compute * job.on_cpu
     return Practice(
         master, master, states, compute, gathered=compute, reduced=4, temporary=0, logit=compute, gradients_wait=False,
-        table=on_cpu, extra=on_cpu * job.adapted_outputs,
+        table=compute * job.on_cpu,
     )  # fmt: skip
 
 
@@ -91,10 +91,10 @@ class Line(Frozen):
     when: str
 
 
-def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int, adapted_inputs: int = 0) -> int:
-    """Bytes that one block keeps for backward, per token (module docstring). ``adapted_inputs``: DoRA only."""
+def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int) -> int:
+    """Bytes that one block keeps for backward, per token, by the module's formula."""
     features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
-    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size) + 16 * adapted_inputs
+    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
     total += 0 if shape.fused_norms else 4 * shape.norm_width
     return total + (12 * shape.num_heads * longest if shape.eager_attention else 0)
 
@@ -146,7 +146,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     ]
     if job.on_cpu:
         gradients = next((line.bytes for line in lines if line.cause == f"{name} gradients"), 0)
-        lines += _heap_lines(blocks, job.recomputed(shape.num_layers), gradients)
+        lines += _heap_lines(blocks, job, shape.num_layers, gradients)
     else:
         slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
         lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
@@ -155,32 +155,42 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     return [line for line in lines if line.bytes]
 
 
-def _heap_lines(blocks: list[Line], recomputed: int, gradients: int) -> list[Line]:
-    """What glibc's heap adds: holes; and what blocks kept stays with the process, free for gradients only."""
-    kept = sum(line.bytes for line in blocks if line.cause != "logits chunk")
-    passed = recomputed * _bytes_at(blocks, "block")
-    slack = int(HEAP_SLACK * kept + HOLES * passed)
-    left = kept + slack - _bytes_at(blocks, "block") - gradients
-    held = f"{HEAP_SLACK} x {kept:,} that blocks keep + {HOLES} x {passed:,} that passed"
+def _heap_lines(blocks: list[Line], job: Job, num_blocks: int, gradients: int) -> list[Line]:
+    """What glibc's heap adds: holes, one of each adapted layer's output, too; and what blocks kept stays with the
+    process, free for gradients only."""
+    hole, again = job.compute_bytes * job.adapted_outputs * job.micro_tokens, job.recomputed(num_blocks)
+    kept = sum(line.bytes for line in blocks if line.cause != "logits chunk") + hole * (num_blocks - again)
+    block = _bytes_at(blocks, "block") + hole * (again > 0)
+    slack, holes = int(HEAP_SLACK * kept + HOLES * again * block), hole * (num_blocks - again + (again > 0))
+    held = f"{HEAP_SLACK} x {kept:,} that blocks keep + {HOLES} x {again * block:,} that passed + {holes:,} of adapters"
+    left = max(0, kept + hole * (again > 0) + slack - block - gradients)
     return [
-        Line("allocator slack", slack, held, "backward"),
-        Line("memory not given back", max(0, left), f"{max(0, left):,}: what blocks kept, less gradients", "late"),
+        Line("allocator slack", slack + holes, held, "backward"),
+        Line("memory not given back", left, f"{left:,}: what blocks kept, less gradients", "late"),
     ]
 
 
+def trace_by_formula(shape: ModelShape, job: Job, does: Practice) -> Trace:
+    """What the module's formula says of the blocks, in the form of a trace; around them is a mask of rows x rows."""
+    each = job.longest * (block_bytes_per_token(shape, job.compute_bytes, job.longest) + does.extra)
+    mask = (1 + job.compute_bytes) * does.mask * job.longest**2
+    again = Kept(each + job.longest * (does.passing - does.selected))
+    return Trace(job.longest, (Kept(each),) * shape.num_layers, (again,) * shape.num_layers, Kept(mask))
+
+
 def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
-    each = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs) + does.extra
-    tokens, again = job.micro_tokens, job.recomputed(shape.num_layers)
-    kept, inputs = shape.num_layers - again, job.compute_bytes * shape.hidden_size + does.selected
-    each_now, mask = (each - does.selected + does.passing) * (again > 0), (1 + job.compute_bytes) * does.mask
+    tokens, again, trace = job.micro_tokens, job.recomputed(shape.num_layers), job.trace
+    trace = trace or trace_by_formula(shape, job, does)
+    largest = max(trace.again[:again], key=lambda block: block.row + block.fixed, default=Kept())
+    inputs = job.compute_bytes * shape.hidden_size + does.selected
     chunk = CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) if does.positions is None else does.positions or tokens
     chunk = min(max(1, chunk), math.ceil(tokens * job.supervised))  # positions at once, as the loss cuts them
     logits = int(chunk * shape.vocab_size * does.logit)
     return [
         Line("block inputs", tokens * again * inputs, f"{tokens:,} tokens x {again} blocks x {inputs:,}", "backward"),
-        Line("recomputed block", tokens * each_now, f"{tokens:,} tokens x {each_now:,}", "block"),
-        Line("activations", tokens * kept * each, f"{tokens:,} tokens x {kept} blocks x {each:,}", "backward"),
-        Line("attention mask", mask * tokens * job.longest, f"{mask} x {tokens:,} x {job.longest:,}", "backward"),
+        Line("recomputed block", *trace.bytes_of(tokens, [largest]), "block"),
+        Line("activations", *trace.bytes_of(tokens, trace.blocks[again:]), "backward"),
+        Line("around the blocks", *trace.bytes_of(tokens, [trace.around]), "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {does.logit:g}", "head"),
     ]
 
@@ -198,14 +208,15 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     lines, mode = memory_lines(shape, job), precision_of(job.precision)
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
-    per_token = block_bytes_per_token(shape, job.compute_bytes, job.longest, job.adapted_inputs)
+    trace = job.trace or trace_by_formula(shape, job, own_practice(job))
+    block = max(trace.bytes_of(job.micro_tokens, [block])[0] for block in trace.blocks)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
     gathered = job.compute_bytes * gathered_parameters(shape)
     copies = 4 * (largest_unit(shape) + shape.tied * shape.block) * (job.compute_bytes < 4)
     return {
         "load": baseline + -(-stored * shape.parameters // job.num_ranks) + 4 * shape.largest_tensor + LOAD_SPARE_BYTES,
         "train": train_peak(lines),
-        "eval": always + gathered + job.micro_tokens * per_token + logits,
+        "eval": always + gathered + block + logits,
         "save": always + max(-(-4 * shape.largest_tensor // job.num_ranks), gathered + copies),
         "merge": CPU_PROCESS_BYTES + 4 * shape.block + MERGE_SPARE_BYTES,
     }

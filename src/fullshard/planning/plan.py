@@ -96,6 +96,11 @@ def find_peak(timeline: dict[str, list[int]], lines: Sequence[Line], moments: di
     return {"where": where, "causes": ordered}
 
 
+def fit_of(peak: float, usable: float) -> str:
+    """yes | tight | no: what a planned peak says of the memory that a rank may use; tight: within the peak's error."""
+    return "yes" if peak <= usable else "tight" if peak * (1 - EXPLAIN["memory_error"]) <= usable else "no"
+
+
 def format_bytes(count: int) -> str:
     """Decimal units: ``1.25 GB``, ``310 MB``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -120,6 +125,6 @@ def format_range(low: float, high: float) -> str:
 
 def render(name: str, **values: Any) -> str:
     """A template of this folder, with what the words of a plan need."""
-    words = {"bytes": format_bytes, "minutes": format_minutes, "range_of": format_range, "words": EXPLAIN}
+    words = {"bytes": format_bytes, "minutes": format_minutes, "range_of": format_range, "fit": fit_of}
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return Template(text, trim_blocks=True, undefined=StrictUndefined).render(words | values).rstrip()
+    return Template(text, trim_blocks=True, undefined=StrictUndefined).render(words | values, words=EXPLAIN).rstrip()

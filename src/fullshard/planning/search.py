@@ -4,8 +4,10 @@ import functools
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -13,15 +15,17 @@ import yaml
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
-from fullshard.errors import ConfigError, PlanError, refusal
+from fullshard.errors import Blame, ConfigError, ModelError, PlanError, refusal
 from fullshard.frozen import Frozen
 from fullshard.planning import shape as shapes
+from fullshard.planning.activations import Trace, trace_model
 from fullshard.planning.hardware import Accelerator, find_accelerator, parse_devices, read_host
 from fullshard.planning.memory import CPU_PROCESS_BYTES, Job, memory_lines, moment_peaks, own_practice
-from fullshard.planning.plan import EXPLAIN, Comparison, Plan, find_peak, format_bytes, render, step_timeline
+from fullshard.planning.plan import EXPLAIN, Comparison, Plan, find_peak, fit_of, format_bytes, render, step_timeline
 from fullshard.planning.speed import DEVICES_OF_A_NODE, EFFICIENCY, Rates, StepWork, measure_rates, run_seconds
 from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.shard import choose_engine
+from fullshard.train.precision import precision_of
 
 CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
 DEVICE_MICRO_TOKENS, ALL_AT_ONCE = (16384, 8192, 4096, 2048, 1024), (1 << 40, "tokens")
@@ -65,6 +69,7 @@ class Facts(Frozen):
     shape: shapes.ModelShape
     adapters: shapes.AdapterShape
     volume: Volume
+    trace: Callable[[str, str, int], Trace | None]  # by method, precision and row length; None: it cannot be traced
     price: float | None = None  # of a device-hour
     currency: str = ""
 
@@ -80,7 +85,7 @@ def make_plan(
     or for a full disk, ConfigError where rows are longer than the model's positions."""
     num_ranks, facts = _start(config, ranks, devices, rows, mean_tokens, price, currency)
     choice = choose(config, num_ranks, facts)
-    if choice.peak_bytes * (1 - EXPLAIN["memory_error"]) > facts.machine.usable_bytes(num_ranks):
+    if fit_of(choice.peak_bytes, facts.machine.usable_bytes(num_ranks)) == "no":
         raise _does_not_fit(config, num_ranks, facts, choice)
     plan = _finish(config, num_ranks, facts, choice, tokens_per_second)
     place = next(path for path in Path(config.output, "checkpoints").absolute().parents if path.exists())
@@ -135,13 +140,25 @@ def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volum
     if config.model.revision or not shapes.shipped_config(config.model.path):
         config = with_model_folder(config, weights=False)
     volume = volume or read_volume(config)
-    model = shapes.build_for_plan(config.model.path, added := len(config.model.add_tokens))
-    shape, adapters = shapes.shape_of(model), shapes.add_adapter_shape(model, config.lora, trains_vocabulary=added > 0)
+    build = partial(shapes.build_for_plan, config.model.path, len(config.model.add_tokens), config.data.packing)
+    adapt = partial(shapes.add_adapter_shape, lora=config.lora, trains_vocabulary=bool(config.model.add_tokens))
+    shape = shapes.shape_of(model := build())
+    adapters = adapt(model)
     if card is None:
-        return Facts(read_machine(), shape, adapters, volume)
-    rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
-    machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card, is_here=False)
-    return Facts(machine, shape, adapters, volume)
+        machine = read_machine()
+    else:
+        rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
+        machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card, is_here=False)
+
+    @functools.cache
+    def trace(method: str, precision: str, length: int) -> Trace | None:
+        model = build()
+        if method == "lora":
+            adapt(model)
+        with suppress(ModelError), Blame(ModelError, "not traced", ""):
+            return trace_model(model, precision_of(precision), length, config.data.packing, machine.kind)
+
+    return Facts(machine, shape, adapters, volume, trace)
 
 
 def read_machine() -> Machine:
@@ -191,6 +208,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     def accumulates(micro_batch: tuple[int, str]) -> bool:
         return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in steps)
 
+    precision = choose_precision(config, facts.machine)
     whole = [lay_out(w, lengths, num_ranks, ALL_AT_ONCE, packing, limit)[0] for w in steps]
     share = max(_area_of(cell, lengths) for cells in whole for cell in cells)  # the most that a rank sees in a step
     ways = itertools.product((False, True), recomputes, _micro_batches(config, facts, share))
@@ -200,7 +218,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
         count, unit = micro_batch
         job = Job(
             method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, recompute=recompute,
-            precision=choose_precision(config, facts.machine), on_cpu=facts.machine.kind == "cpu",
+            precision=precision, on_cpu=facts.machine.kind == "cpu",
             micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
             accumulates=accumulates(micro_batch) and not reduce_each,
             gathers_all=train.sharding != "full", replicas=train.replicas,
@@ -208,7 +226,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
             adapted_outputs=adapters.outputs_per_block * is_lora,
             engine=choose_engine(config.engine, train.sharding, facts.machine.kind),
             supervised=min(1.0, LONG_ROWS * facts.volume.supervised_share),
-            adapted_inputs=adapters.inputs_per_block * (is_lora and config.lora.variant == "dora"),
+            trace=facts.trace(config.method, precision, longest),
         )  # fmt: skip
         yield Choice(job, micro_batch, moment_peaks(facts.shape, job), reduce_each)
 

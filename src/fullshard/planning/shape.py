@@ -42,8 +42,8 @@ def shipped_config(path: str) -> Path | None:
     return file if file.is_file() and not Path(path).expanduser().exists() else None
 
 
-def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
-    """The model on the meta device, from its folder or a shipped config, with more tokens; else ModelError."""
+def build_for_plan(path: str, num_added: int = 0, packing: bool = False) -> nn.Module:
+    """``build_on_meta`` of a folder or a shipped config, with more tokens."""
     from transformers import AutoConfig
     from fullshard.model.load import build_from_config, read_config
 
@@ -52,7 +52,7 @@ def build_for_plan(path: str, num_added: int = 0) -> nn.Module:
     else:
         config = read_config(path)
     config.get_text_config().vocab_size += num_added
-    return build_from_config(config, path)
+    return build_from_config(config, path, packing)
 
 
 def shape_of(model: nn.Module) -> ModelShape:
@@ -91,7 +91,6 @@ class AdapterShape(Frozen):
     """What LoRA adds to a model."""
 
     parameters: int  # of all adapters together
-    inputs_per_block: int  # features that a block's adapted layers read
     outputs_per_block: int
     vocabulary: int  # parameters of embedding and head, where they are trained too
 
@@ -105,11 +104,10 @@ def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bo
     add_adapters(model, lora, trains_vocabulary)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     adapters = {name: weight for name, weight in trained.items() if is_adapter(name)}
-    inputs = sum(weight.shape[1] for name, weight in adapters.items() if ".lora_A." in name)
     outputs = sum(weight.shape[0] for name, weight in adapters.items() if ".lora_B." in name)
     size = sum(weight.numel() for weight in adapters.values())
     vocabulary = sum(weight.numel() for weight in trained.values()) - size
-    return AdapterShape(size, math.ceil(inputs / num_blocks), math.ceil(outputs / num_blocks), vocabulary)
+    return AdapterShape(size, math.ceil(outputs / num_blocks), vocabulary)
 
 
 def _active_matrices(block: nn.Module, settings: Any) -> int:

@@ -5,7 +5,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.config import LoraSection
-from fullshard.model.adapters import add_adapters
 from fullshard.planning.memory import (
     DEVICE_CONTEXT_BYTES,
     MOMENTS,
@@ -54,7 +53,6 @@ def job(**changes):
         "recompute": False,
         "accumulates": False,
         "adapters": 0,
-        "adapted_inputs": 0,
         "on_cpu": True,
     }
     return Job(**(values | changes))
@@ -130,11 +128,11 @@ def test_k1_full_by_hand(k1):
     assert found["head's gradient"] == found["embedding's gradient"] == 4 * 1024
     # c (2h + n + 4a + 4f) + 4n with c 4, h 16, n 32, a 16, f 32
     assert found["activations"] == 128 * 2 * (4 * (32 + 32 + 64 + 128) + 4 * 32)
-    assert found["allocator slack"] == int(0.15 * (found["activations"] + found["attention mask"]))
-    kept = found["activations"] + found["attention mask"] + found["allocator slack"]
+    assert found["allocator slack"] == int(0.15 * (found["activations"] + found["around the blocks"]))
+    kept = found["activations"] + found["around the blocks"] + found["allocator slack"]
     assert found["memory not given back"] == kept - found["fp32 gradients"]
     assert found["logits chunk"] == 128 * 64 * 4
-    assert found["attention mask"] == 5 * 128 * 32
+    assert found["around the blocks"] == 5 * 128 * 32
     assert "optimizer temporary" not in found  # fused
 
 
@@ -151,7 +149,8 @@ def test_tied_weights_have_two_gradients_and_their_sum():
 
 def test_adapters_leave_holes_and_few_positions_have_logits(k1):
     plain, adapted = (by_cause(k1, method="lora", adapters=100, adapted_outputs=outputs) for outputs in (0, 40))
-    assert adapted["activations"] - plain["activations"] == 128 * 2 * 4 * 40
+    assert adapted["activations"] == plain["activations"]
+    assert adapted["allocator slack"] - plain["allocator slack"] == pytest.approx(1.15 * 128 * 2 * 4 * 40, abs=1)
     assert by_cause(k1, supervised=0.5)["logits chunk"] == 64 * 64 * 4
 
 
@@ -214,10 +213,8 @@ def test_adapter_size_by_hand(targets):
     # rank x (in + out): q, k, v, o are 16 + 16; gate, up, down are 16 + 32
     if targets == "all-linear":
         assert found.parameters == 2 * 2 * (4 * 32 + 3 * 48)
-        assert found.inputs_per_block == 4 * 16 + 2 * 16 + 32
     else:
         assert found.parameters == 2 * 2 * 2 * 32
-        assert found.inputs_per_block == 32
 
 
 FAMILIES = {
@@ -265,29 +262,6 @@ def test_activation_formula_is_near_what_autograd_keeps(family, dtype):
     measured = (counts[1] - counts[0]) / 2
     predicted = block_bytes_per_token(shape_of(model), 4 if dtype == torch.float32 else 2, 64)
     assert 0.9 * measured <= predicted <= 1.2 * measured
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["lora", "dora"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_activation_formula_under_adapters(family, variant, dtype):
-    """fp32 masters of adapters, which multiply in the base's dtype: no fp32 copy of their inputs (DoRA: measured)."""
-    counts, lora = [], LoraSection(rank=2, variant=variant)
-    for num_layers in (1, 3):
-        layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": num_layers}
-        settings = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2} | FAMILIES[family] | layers
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype)
-        shape = shape_of(model)
-        add_adapters(model, lora)
-        model.to_empty(device="cpu")
-        for parameter in model.parameters():
-            kept = torch.float32 if parameter.requires_grad else dtype
-            parameter.data = torch.zeros(parameter.shape, dtype=kept)
-        counts.append(kept_per_token(model, 256))
-        inputs = add_adapter_shape(on_meta(family, **settings), lora).inputs_per_block if variant == "dora" else 0
-    measured = (counts[1] - counts[0]) / 2
-    predicted = block_bytes_per_token(shape, dtype.itemsize, 64, inputs)
-    assert 0.85 * measured <= predicted <= 1.3 * measured
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ RUN = Run(length=50, tokens=100, head_tokens=20, accumulation=2)
 
 def job(**changes):
     values = {"method": "full", "optimizer": "adamw", "num_ranks": 1, "precision": "bf16", "micro_tokens": 100}
-    values |= {"longest": 50, "recompute": False, "accumulates": False, "adapters": 0, "adapted_inputs": 0}
+    values |= {"longest": 50, "recompute": False, "accumulates": False, "adapters": 0}
     return Job(**(values | {"on_cpu": False} | changes))
 
 

@@ -132,15 +132,17 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(shape.block if does.table else largest_unit(shape), sharded), sharded * job.accumulates
-    table, moving = does.table * shape.head_matrix * (sharded > 0), 2 * does.table or does.reduced
+    is_sum = does.table > 0 and job.micro_tokens > CHUNK_LOGIT_BYTES // (4 * shape.vocab_size)  # over chunks, in fp32
+    wide, moving = 4 if is_sum else does.table, 2 * does.table or does.reduced
+    table = wide * shape.head_matrix * (sharded > 0)
     copied = int(COPIES * 4 * shape.head_matrix) * (job.on_cpu and job.engine == "torch")
-    copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, does.table)  # of tied: two and their sum
+    copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, wide)  # of tied: two and their sum
     lines += [
         Line("gathered weights", does.gathered * gathered, f"{does.gathered} x {gathered:,}", "backward"),
         Line("kept gradients", does.kept * kept, f"{does.kept} x {kept:,}, more than one micro-batch", "backward"),
         Line("gradient reduction", moving * unit, f"{moving} x {unit:,}", "backward"),
         Line("copies of fully_shard", copied, f"{COPIES} x 4 x {shape.head_matrix:,}", "backward"),
-        Line("head's gradient", table, f"{does.table} x {shape.head_matrix:,}", "head"),
+        Line("head's gradient", table, f"{wide} x {shape.head_matrix:,}", "head"),
         Line("embedding's gradient", int(copies * table), f"{copies:g} x {table:,}", "late"),
         *(blocks := _activation_lines(shape, job, does)),
     ]

@@ -1,6 +1,5 @@
-"""Linear layers for answers on a CPU: fp32 products with weights that lie in fp16, where that loses nothing. Each token
-reads every weight, so their bytes set the pace; FBGEMM (torch's, on x86) reads them at the memory's rate, adds in fp32,
-and a row's result does not depend on the rows beside it. Figures: docs/performance.md."""
+"""Linear layers for answers on a CPU: weights in fp16 where that loses nothing, for reading them sets the pace. FBGEMM
+(torch's, on x86) adds in fp32; a row's result does not depend on the rows beside it. Figures: docs/performance.md."""
 
 import torch
 from torch import Tensor, nn

@@ -134,8 +134,8 @@ def start_ranks(limit_seconds: float = COLLECTIVE_TIMEOUT_SECONDS) -> Ranks:
             store, rank, num_ranks = next(dist.rendezvous("env://", timeout=limit))
             store.set_timeout(limit)
             store = dist.PrefixStore(_name_attempt(store, rank, num_ranks, limit_seconds), store)
-            place = {"store": store, "rank": rank, "world_size": num_ranks}
-            dist.init_process_group(collective_backend(device.type), timeout=limit, **place)
+            backend = collective_backend(device.type)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         host = None if device.type == "cpu" else dist.new_group(backend=f"cpu:{HOST_BACKEND}", timeout=limit)
     except RuntimeError as error:  # the others connected and died, or never came

@@ -1,5 +1,4 @@
-"""The command line: parse, call the Python API, print what cli.yaml says. Imports neither torch nor transformers. Exit
-codes: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 stopped by Ctrl-C."""
+"""The command line: parse, call the Python API, print what cli.yaml says. Imports neither torch nor transformers."""
 
 import errno
 import inspect
@@ -80,10 +79,8 @@ def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Calla
 
 def _call(place: str, says: str, **given: Any) -> Iterator[Any]:
     """Call ``module:function``. Jinja's template ``says`` is the text; without one the function prints for itself."""
-    from jinja2 import Template
-
     yield (result := resolve_name(place)(**given))
-    yield from [Template(says).render(result=result)] if says else []
+    yield from [resolve_name("jinja2:Template")(says).render(result=result)] if says else []
 
 
 def _plan(recipe: str, overrides: list[str], probe: bool, **options: Any) -> Iterator[Any]:
@@ -142,15 +139,13 @@ def _prepare(recipe: str, overrides: list[str], output: str | None, **made: Any)
         with resolve_name("fullshard.data.prepared:rows_bar")() as progress:
             result = make(config, folder, progress=progress)
         yield result
-        from fullshard.data.chat import load_tokenizer
-        from fullshard.data.prepared import preview
+        from fullshard.data import chat, prepared
         from fullshard.model.fetch import with_model_folder
-        from fullshard.report.page import audit_tables
 
-        tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-        yield from [*result["report"], *preview(folder, "train", tokenizer, made["show"])]
+        tokenizer = chat.load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
+        yield from [*result["report"], *prepared.preview(folder, "train", tokenizer, made["show"])]
         if audit:
-            for title, *table in audit_tables(result, lang, limit=5):
+            for title, *table in resolve_name("fullshard.report.page:audit_tables")(result, lang, limit=5):
                 yield from _tables(*table, title=title, title_justify="left")
             yield f"Page: {path}"
 
@@ -195,7 +190,7 @@ for name, verb in TABLE["verbs"].items():
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code. ``--debug`` shows tracebacks."""
+    """Run the command line and exit: 0 done, 1 an unexpected error, 2 a problem that the user can solve, 130 Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal that knows no Chinese is no reason to fail

@@ -193,8 +193,7 @@ YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, Attribut
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """A YAML recipe with ``a.b=value`` overrides, frozen; relative paths start where the command runs. Raises one
-    ConfigError with every problem found."""
+    """A YAML recipe with ``a.b=value`` overrides; relative paths start at the caller. ConfigError: all problems."""
     if not (path := Path(path)).is_file():
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
     try:

@@ -7,6 +7,12 @@ from typing import Any
 import yaml
 
 
+@cache
+def read_table(name: str) -> Any:
+    """What a YAML file of the package holds; ``name``: its path below this folder."""
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
 class UserError(Exception):
     """A problem the user can solve. ``message`` says what was given and what fits; ``hint`` is the next step."""
 
@@ -21,25 +27,13 @@ class UserError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
-def _kind(name: str, meaning: str, exit_code: int = 2) -> type[UserError]:
-    return type(name, (UserError,), {"__doc__": meaning, "__module__": __name__, "exit_code": exit_code})
+def _kind(name: str) -> type[UserError]:
+    return type(name, (UserError,), {"__module__": __name__, **read_table("errors.yaml")[name]})
 
 
-ConfigError = _kind("ConfigError", "A recipe or override is wrong, or asks for what this machine or engine cannot do.")
-DataError = _kind("DataError", "The data cannot be used as it is.")
-ModelError = _kind("ModelError", "The model folder is incomplete, or it is of a kind that cannot be trained here.")
-PlanError = _kind("PlanError", "The job does not fit.")
-CheckpointError = _kind("CheckpointError", "A checkpoint is missing, incomplete or does not belong to this run.")
-MergeError = _kind("MergeError", "The merged folder could not be made, or not be proven equal to the training state.")
-TrainError = _kind("TrainError", "Training had to stop (a rank failed, a value is not finite).")
-Stopped = _kind("Stopped", "The run was asked to stop and has saved its state.", 128 + 15)  # of SIGTERM
+ConfigError, DataError, ModelError, MergeError = map(_kind, ("ConfigError", "DataError", "ModelError", "MergeError"))
+CheckpointError, PlanError, TrainError, Stopped = map(_kind, ("CheckpointError", "PlanError", "TrainError", "Stopped"))
 ERROR_TYPES = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}
-
-
-@cache
-def read_table(name: str) -> Any:
-    """What a YAML file of the package holds; ``name``: its path below this folder."""
-    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 @cache

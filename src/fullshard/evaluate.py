@@ -1,11 +1,9 @@
-"""Judge models on rows of data, by training's loss per supervised token and greedy answers next to the expected ones:
-the base before a run, with and without training rows in its prompt; base and tuned models after it."""
+"""Judge models on rows of data, by training's loss per supervised token and greedy answers beside the expected ones."""
 
 import gc
 import math
 import re
 import runpy
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, replace
 from fractions import Fraction
@@ -290,14 +288,14 @@ def _load_scorer(path: str, data: str, source: str) -> Scorer:
     """The user's ``score(answer, row)``. ``row``: the record, where its line holds one; messages, prompt, expected."""
     with Blame(ConfigError, f"The scorer {path} cannot be run", SCORER_HINT):
         score = runpy.run_path(path)["score"]
-    records: dict[str, list[Any]] = defaultdict(list)
+    records: dict[str, list[Any]] = {}
     for label, found, _ in open_records(data, source):
         for number, record in found:
-            records[f"{label}:{number}"].append(record)
+            records.setdefault(f"{label}:{number}", []).append(record)
 
     def judge(answer: str, row: Row, expected: str) -> float:
         known = {"messages": row.messages, "prompt": row.messages[-2]["content"], "expected": expected}
-        own = records[row.origin][0] if len(records[row.origin]) == 1 else {}
+        own = records[row.origin][0] if len(records.get(row.origin, ())) == 1 else {}
         with Blame(ConfigError, f"{path}: score fails at the answer to {row.origin}", SCORER_HINT):
             if not math.isfinite(value := float(score(answer, known | own))):
                 raise ValueError(f"it is {value}")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -53,24 +52,22 @@ def trace_run(
 ) -> dict[str, Any]:
     """Run one step of a recipe on ranks of its own, always on the simple engine, and draw it: ``output`` (.html), .svg
     and .json beside it. Returns the last (see ``report.page``). Raises what train_run raises."""
-    from fullshard.report.page import write_trace
-
     with _short_run(Path(output), recipe, [*overrides, "engine=simple"], ranks, "trace") as run:
         found = read_json(run / run_folder.TRACE)
-    return write_trace({"recipe": str(recipe), **found}, Path(output), lang)
+    return resolve_name("fullshard.report.page:write_trace")({"recipe": str(recipe), **found}, Path(output), lang)
 
 
 def probe_run(recipe: str | Path, overrides: Sequence[str] = (), ranks: int | None = None, **money: Any) -> Any:
     """The Plan of a recipe, its speed measured by PROBE_STEPS real steps. Raises what train_run raises."""
-    from fullshard.planning.plan import format_bytes
-    from fullshard.planning.search import make_plan
+    from fullshard.planning import plan, search
 
     config, short = load_config(recipe, overrides), [*overrides, f"train.max_steps={PROBE_STEPS}"]
     with _short_run(Path(config.output), recipe, short, ranks, "quiet") as run:
         steps = [record for record in run_folder.read_metrics(run) if record["kind"] == "train"]
     speed = statistics.median(record["tokens_per_second"] for record in steps[1:] or steps)
-    plan, peak = make_plan(config, ranks, tokens_per_second=speed, **money), format_bytes(steps[-1]["memory_bytes"])
-    return replace(plan, notes=(f"speed: measured in {len(steps)} steps, which took {peak} a rank", *plan.notes))
+    made, peak = search.make_plan(config, ranks, tokens_per_second=speed, **money), steps[-1]["memory_bytes"]
+    measured = f"speed: measured in {len(steps)} steps, which took {plan.format_bytes(peak)} a rank"
+    return replace(made, notes=(measured, *made.notes))
 
 
 @contextmanager
@@ -78,7 +75,7 @@ def _short_run(beside: Path, recipe: str | Path, overrides: list[str], ranks: in
     """Train on ranks of its own, without held-out rows, in a folder that goes unless something fails."""
     if _started_by_launcher(ranks):
         raise ConfigError("This starts its own ranks.", "Without torchrun: fullshard ... --ranks N")
-    run = beside.absolute().with_name(f".{mode}_{uuid.uuid4().hex[:12]}")
+    run = beside.absolute().with_name(f".{mode}_{os.urandom(6).hex()}")
     config, text = _read_recipe(recipe, [*overrides, "data.eval=null", f"output={run}"])
     prepare_run(config, ranks, True, text, [])
     _launch(run, ranks, None, mode)
@@ -91,9 +88,7 @@ def resume_run(run: Place, ranks: Count = None, step: Count = None, steps: Count
     ``steps``: train so many in all, instead of what the recipe means; the learning rate follows."""
     run = Path(run)
     if _started_by_launcher(ranks):
-        from fullshard.ranks import start_ranks
-
-        here = start_ranks()
+        here = resolve_name("fullshard.ranks:start_ranks")()
         find = partial(_step_to_resume, run, step, steps, _launchers(here))
         number = here.agree(find if here.is_first else None)[0]
         _require_shared(run, here)
@@ -113,12 +108,11 @@ def check_machine(recipe: str | None = None, overrides: Sequence[str] = ()) -> d
     if checks[-1].name != "cache":  # torch cannot be used
         return doctor.MachineReport(tuple(checks))
     from fullshard.device import default_ranks
-    from fullshard.ranks import start_ranks
 
     needs = partial(doctor.check_recipe, config, place) if config else lambda num_ranks: []
     try:
         if _started_by_launcher():
-            ranks = start_ranks(doctor.LIMIT_SECONDS)
+            ranks = resolve_name("fullshard.ranks:start_ranks")(doctor.LIMIT_SECONDS)
             found = ranks.gather_objects((socket.gethostname(), [*checks, *doctor.examine_rank(ranks, place)]))
             needed = ranks.agree(partial(needs, ranks.num_ranks) if ranks.is_first else None)[0]
             return doctor.MachineReport((*doctor.join_ranks(found), *needed))
@@ -163,9 +157,7 @@ def _started_by_launcher(ranks: int | None = None) -> bool:
         return bool(started)
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 is needed.", "Leave it out for this machine's default.")
-    from fullshard.device import num_devices
-
-    if 0 < (most := num_devices()) < ranks:
+    if 0 < (most := resolve_name("fullshard.device:num_devices")()) < ranks:
         raise ConfigError(f"--ranks {ranks}: this machine has {most} accelerators.", f"At most: --ranks {most}")
     return False
 
@@ -176,8 +168,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     from fullshard.data.prepared import partial_folder, prepare, rows_bar, write_held_out
     from fullshard.device import device_kind, num_cores, num_devices
     from fullshard.model import fetch, load, weight_map
-    from fullshard.planning.plan import render
-    from fullshard.planning.search import make_plan
+    from fullshard.planning import plan, search
     from fullshard.train.loss import find_router_loss
 
     run = Path(config.output)
@@ -215,7 +206,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
         if isinstance(config.data.eval, float):
             write_held_out(config, run / run_folder.HELD_OUT)
         write_json(run / run_folder.DATA, account)
-        write_json(run / run_folder.PLAN, asdict(plan := make_plan(config, ranks)))
+        write_json(run / run_folder.PLAN, asdict(made := search.make_plan(config, ranks)))
     except BaseException:
         None if again else run_folder.clear(run, unfinished)
         raise
@@ -224,7 +215,7 @@ def prepare_run(config: RunConfig, ranks: int | None, quiet: bool, recipe_text: 
     if not quiet:
         fetched = [f"model: {asked.path} is {folder}"] if asked.path != config.model.path else []
         notes = load.mended(read_json(folder / load.GENERATION_CONFIG, optional=True))[1]  # what a merge will change
-        print("\n".join([*anew, *fetched, *notes, *account["report"], render("summary.txt", **vars(plan))]))
+        print("\n".join([*anew, *fetched, *notes, *account["report"], plan.render("summary.txt", **vars(made))]))
 
 
 def _read_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -260,9 +251,8 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
         for child in children:
             child.send_signal(ASK_TO_STOP)
 
-    meeting = {"run_id": run.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-    meeting |= {"signals_to_handle": "SIGHUP", "max_restarts": 0, "nproc_per_node": ranks}
-    start = elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, **meeting), sys.executable)
+    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "signals_to_handle": "SIGHUP", "max_restarts": 0}
+    start = elastic_launch(LaunchConfig(1, 1, nproc_per_node=ranks, run_id=run.name, **meeting), sys.executable)
     sys.stdout.flush()
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
@@ -311,9 +301,8 @@ def _first_failure(run: Path, error: Any) -> UserError:
 def _train_here(recipe: Recipe, overrides: Sequence[str], quiet: bool) -> Any:
     """Under torchrun: rank 0 prepares, all train. An elastic restart (same launcher) goes on in the run folder."""
     from fullshard.model.fetch import with_model_folder
-    from fullshard.ranks import start_ranks
 
-    ranks = start_ranks()
+    ranks = resolve_name("fullshard.ranks:start_ranks")()
     config, text = ranks.agree(partial(_read_recipe, recipe, overrides))[ranks.rank]
     ranks.agree(partial(with_model_folder, config) if ranks.local_rank == 0 else None)  # a download once a node
     run, launchers = Path(config.output), _launchers(ranks)

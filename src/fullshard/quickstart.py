@@ -3,7 +3,6 @@
 
 import gc
 import json
-import math
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -79,15 +78,14 @@ def propose_recipe(model: str | Path, data: str | Path, output: str | Path | Non
 
 
 def measure_lengths(rows: list[Row], renderer: Any, positions: int | None) -> dict[str, Any]:
-    """Token lengths of a sample that holds the longest rows by characters: ``longest``, ``mean``, how many are
-    ``over_limit`` of the model's positions, and the ``max_length`` that follows."""
+    """Of a sample that holds the longest rows: ``longest``, ``mean`` (tokens), rows ``over_limit``, ``max_length``."""
     by_size = sorted(range(len(rows)), key=lambda number: -len(rows[number].content))[: INIT["longest_rows"]]
     spread = np.linspace(0, len(rows) - 1, min(INIT["sampled_rows"], len(rows))).astype(int).tolist()
     numbers = sorted({*by_size, *spread})
     rendered = BatchRenderer(renderer).render(rows[number] for number in numbers)
     measured = {n: max(len(part.ids) for part in parts) for n, (_, parts) in zip(numbers, rendered, strict=True)}
     longest = max(measured.values())
-    max_length = min(max(1, math.ceil(longest / INIT["rounding"])) * INIT["rounding"], positions or 2**24)
+    max_length = min(max(1, int(np.ceil(longest / INIT["rounding"]))) * INIT["rounding"], positions or 2**24)
     mean, over = np.mean([measured[number] for number in spread]), sum(n > max_length for n in measured.values())
     return {"longest": longest, "mean": float(mean), "over_limit": over, "max_length": max_length}
 
@@ -101,7 +99,7 @@ def choose_eval(num_rows: int) -> float | None:
 
 def choose_batch(num_rows: int) -> int:
     """Rows a step: a power of two that leaves about twenty steps an epoch, between 4 and 32."""
-    return 2 ** int(min(5, max(2, math.log2(max(1, num_rows / 20)))))
+    return 2 ** int(min(5, max(2, np.log2(max(1, num_rows / 20)))))
 
 
 def choose_method(values: dict[str, Any]) -> tuple[str, Plan | None, Plan | None]:
@@ -136,8 +134,7 @@ def run_quickstart(model: Place = None, output: Place = None, ranks: int | None 
     folder = fetch_model(model) if model is not None else _built_in_model(console)
     recipe = _fill_recipe(folder, run)
     console.print("\n[bold]2 Plan[/]  recipe:", Text(str(recipe)))
-    config = fullshard.load_config(recipe)
-    plan = fullshard.make_plan(config, ranks=ranks)
+    plan = fullshard.make_plan(config := fullshard.load_config(recipe), ranks=ranks)
     print(plan.to_text())
     console.print("\n[bold]3 The model before training[/]")
     clock, base = time.monotonic(), _evaluate(folder, console)
@@ -171,8 +168,7 @@ def _fill_recipe(model: Path, run: Path) -> Path:
 
 def _answer_table(held_out: dict[str, Any]) -> Table:
     """Held-out questions with base answer, tuned answer and expected answer; evenly chosen over the file."""
-    names = ("question", "base answer", "tuned answer", "expected")
-    table = Table(*(Column(name, overflow="fold") for name in names), show_lines=True)  # Chinese has no spaces
+    table = Table(*(Column(name, overflow="fold") for name in SETTINGS["columns"]), show_lines=True)
     for language, tuned in held_out.items():
         count, shown = len(tuned.answers), min(SETTINGS["shown"][language], len(tuned.answers))
         for index in (place * count // shown for place in range(shown)):

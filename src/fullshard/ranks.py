@@ -4,7 +4,6 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -96,7 +95,7 @@ class Ranks(Frozen):
 
     def who_sees(self, folder: Path) -> list[tuple[str, bool]]:
         """Each rank's host with its path of ``folder``, and whether a new file of rank 0 in it is seen there."""
-        token = folder / f".{self.gather_objects(uuid.uuid4().hex)[0]}"
+        token = folder / f".{self.gather_objects(os.urandom(16).hex())[0]}"
 
         def put() -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -148,12 +147,12 @@ def _name_attempt(store: dist.Store, rank: int, num_ranks: int, limit_seconds: f
     """A new name that all ranks of this attempt know: an elastic restart keeps the store (torch 2.13) with addresses of
     ranks that are gone, and restart counts may differ. Each rank asks with a word of its own; rank 0 answers all."""
     if rank:
-        question = uuid.uuid4().hex
+        question = os.urandom(16).hex()
         store.set(f"question/{rank}", question)
         name = store.get(f"answer/{question}").decode()
         store.set(f"{name}/{rank}", "heard")
         return name
-    name, deadline = uuid.uuid4().hex, time.monotonic() + limit_seconds
+    name, deadline = os.urandom(16).hex(), time.monotonic() + limit_seconds
     while missing := [other for other in range(1, num_ranks) if not store.check([f"{name}/{other}"])]:
         for key in [f"question/{other}" for other in missing]:
             if store.check([key]):

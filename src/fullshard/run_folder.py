@@ -17,14 +17,12 @@ SCHEMA_VERSION = 1
 RECIPE, CONFIG, PLAN, ENVIRONMENT = "recipe.yaml", "config.json", "plan.json", "environment.json"
 DATA, METRICS, REPORT = "data.json", "metrics.jsonl", "report.html"
 METRICS_BEFORE, RESULT = "metrics.before.jsonl", "result.json"  # of a start that never saved; of a finished run
-TRACE = "trace.json"  # what the engine did in one step, by rank
+TRACE, EVAL = "trace.json", "eval.json"  # what the engine did in one step, by rank; how the merged model was judged
 HELD_OUT = "held_out.jsonl"  # the rows set apart, where data.eval is a share
-EVAL = "eval.json"  # how the merged model was judged
 CHECKPOINTS, MERGED, PREPARED = "checkpoints", "merged", "prepared"  # folders; prepared: a sub-folder a split
 MERGE_FACTS = "merge.json"  # in folders that our merge made: run, step, inputs, proof, how rows were read
 LOCK = "lock"  # held by the launcher, torchrun's rank 0, with its process id
-LAUNCH = "launch.json"  # torchrun's launchers; what stood there when they began
-ERRORS = "errors"  # one file per rank that failed
+LAUNCH, ERRORS = "launch.json", "errors"  # torchrun's launchers, what stood there as they began; a file a failed rank
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -46,8 +44,7 @@ def claim_run(run: Path, doing: str = "trained") -> IO[str]:
     except OSError as error:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)
     lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    print(os.getpid(), end="", file=lock, flush=True)
     return lock
 
 

@@ -49,12 +49,11 @@ def compare(before: Any, after: Any, hours: float | None = None, text: str = "")
     seen = basis["power_factor"] * found["spread"] / found["rows"] ** 0.5
     least = max(LEAST_ROWS / found["rows"] * (measure != "loss"), seen)
     answers = {key: [float(sum(getattr(each[row], key) for row in rows)) for each in said] for key in basis["answers"]}
-    found = found | {
-        "before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict,
-        "smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss",
-        "measures": measures, "general": general, "answers": {"rows": len(rows), **answers},
-        "device_hours": hours or None, "gain_per_device_hour": sign * found["difference"] / hours if hours else None,
-    }  # fmt: skip
+    found = found | {"before_name": before.name, "after_name": after.name, "measure": measure, "verdict": verdict}
+    found |= {"smallest": least if found["rows"] >= LEAST_ROWS else None, "rare": rare and measure == "loss"}
+    found |= {"measures": measures, "general": general, "answers": {"rows": len(rows), **answers}}
+    gain = sign * found["difference"] / hours if hours else None
+    found |= {"device_hours": hours or None, "gain_per_device_hour": gain}
     return found | {"text": say(text or verdict, **found)}
 
 

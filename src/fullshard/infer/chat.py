@@ -20,9 +20,8 @@ def start_chat(
     temperature: float = 0.0, template_arguments: dict[str, Any] | None = None, reader: TextIO | None = None,
     writer: TextIO | None = None, compare: str | Path | generate.Answerer | None = None,
 ) -> int:  # fmt: skip
-    """Talk until /exit or the end of input; returns the number of answers. Each line is a message; a model without chat
-    template completes each by itself. ``compare``: another model (base: that of a merged folder) that answers beside
-    it, in a conversation of its own. UserError where a model cannot be loaded or the settings do not fit it."""
+    """Talk until /exit or the end of input; returns the number of answers. A model without chat template completes each
+    line. ``compare``: a model (base: a merged folder's) with a talk of its own. UserError: no model, unfit settings."""
     reader, writer = reader or sys.stdin, writer or sys.stdout
     console = Console(file=writer, highlight=False, style="dim")
     if compare == "base":
@@ -38,9 +37,7 @@ def start_chat(
     num_answers = 0
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        while (line := _read_line(reader, writer)) is not None:
-            if (text := line.strip()) in ("/exit", "/quit"):
-                break
+        while (line := _read_line(reader, writer)) is not None and (text := line.strip()) not in ("/exit", "/quit"):
             if text == "/reset":
                 for *_, messages in talks:
                     messages.clear()

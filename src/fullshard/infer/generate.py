@@ -178,8 +178,7 @@ def generate_ids(
 
 
 def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) -> list[dict[str, Any]]:
-    """Rows of JSONL with an ``answer`` each: to ``prompt``, or ``messages`` before it. Takes what generate_text does.
-    DataError for a line that is neither."""
+    """JSONL rows, each with the ``answer`` to its prompt or messages; takes generate_text's. DataError: has neither."""
     rows = []
     for number, line in enumerate(Path(data).read_text(encoding="utf-8-sig").splitlines(), 1):
         if line.strip():

@@ -1,6 +1,5 @@
-"""HTML pages without network or scripts: a plan, an audit of data, a step, a run, a recipe before it runs. Layouts are
-NAME.html of this folder, words NAME.yaml; the macros of page.html (its head says what each takes) give Markup, and
-whatever else is handed in is text, and is escaped."""
+"""HTML pages without network or scripts. Layouts are NAME.html of this folder, words NAME.yaml; the macros of page.html
+(its head says what each takes) give Markup; whatever else is handed in is text, and is escaped."""
 
 import math
 import re
@@ -75,9 +74,8 @@ def audit_data(config: RunConfig, folder: str | Path, page_path: str | Path, lan
     and ``histograms``; ``near``, ``near_eval``: ``rows``, 100 ``places`` ([row, what it is like, Jaccard index])."""
     result = audit_prepared(prepare(config, folder := Path(folder), **to), folder)
     tokenizer = load_tokenizer(with_model_folder(config, weights=False).model.path, config.model.add_tokens)
-    facts = {"train": open_prepared(folder, "train"), "tokenizer": tokenizer, "audit": result["audit"]}
-    facts |= {"tables": audit_tables(result, lang), "threshold": THRESHOLD, "limit": NAMED}
-    write_page("data", page_path, lang, **facts)
+    facts = {"train": open_prepared(folder, "train"), "audit": result["audit"], "tables": audit_tables(result, lang)}
+    write_page("data", page_path, lang, tokenizer=tokenizer, threshold=THRESHOLD, limit=NAMED, **facts)
     run_folder.write_json(folder / run_folder.DATA, result)
     return result
 
@@ -99,17 +97,14 @@ def audit_tables(result: dict[str, Any], lang: str, limit: int = NAMED) -> list[
     for name, split in splits.items():
         counts = split["bad"] | split["dropped"] | {"special": split["special_strings"]["rows"]}
         split |= counts | {key: sum(split[key].values()) for key in ("bad", "dropped")}
-        places = split["places"].items()
-        noted += [[words[name], facts.get(key, key), split[key], ", ".join(at[:limit])] for key, at in places]
+        for key, at in split["places"].items():
+            noted.append([words[name], facts.get(key, key), split[key], ", ".join(at[:limit])])
     kinds = ("exact_duplicates", "near", "overlap", "near_eval")[: 2 * len(splits)]
     splits["train"] |= {kind: known[kind]["rows"] for kind in kinds}
     pairs = [[facts[kind], *(*pair, 1.0)[:3]] for kind in kinds for pair in known[kind]["places"][:limit]]
     figures = [[facts[key], *(s.get(key, "") for s in splits.values())] for key in facts if key in splits["train"]]
-    return [
-        (words["counts"], ["", *(words[name] for name in splits)], figures),
-        (words["noted"], words["noted_columns"], noted),
-        (words["copies"], words["copies_columns"], pairs),
-    ]
+    others = [(words[kind], words[f"{kind}_columns"], rows) for kind, rows in (("noted", noted), ("copies", pairs))]
+    return [(words["counts"], ["", *(words[name] for name in splits)], figures), *others]
 
 
 def _near(train: PreparedData, held_out: PreparedData | None = None) -> dict[str, dict[str, Any]]:
@@ -183,8 +178,7 @@ def _spans(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_run_report(run: str | Path, output: Place = None, lang: str = "en") -> Path:
-    """Write the page of a run (default RUN/report.html), its path. What it lacks is named with the command that makes
-    it. ConfigError: no run folder."""
+    """Write the page of a run (default RUN/report.html), its path. What it lacks is named. ConfigError: no such run."""
     run, names = run_folder.require_run(Path(run)), ("config", "plan", "environment", "data", "eval", "result")
     facts: dict[str, Any] = {name: run_folder.read_json(run / f"{name}.json", optional=True) for name in names}
     facts["merged"] = run_folder.read_json(run / run_folder.MERGED / run_folder.MERGE_FACTS, optional=True)

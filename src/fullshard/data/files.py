@@ -12,8 +12,7 @@ from typing import Any
 from fullshard.errors import Blame, DataError, read_table, refusal, without_secrets
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-BLOCK = 1 << 20  # characters of a JSON list, bytes of Parquet
-BATCH_ROWS = 256  # Parquet rows in memory
+BLOCK, BATCH_ROWS = 1 << 20, 256  # characters of a JSON list, bytes of Parquet; Parquet rows in memory
 DATA_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+))?")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
@@ -215,28 +214,25 @@ def _without_nulls(value: Any) -> Any:
 
 def _open_folder(folder: Path, split: str) -> Files:
     """A data set as ``save_to_disk`` writes it, or all files of known formats in and below a folder."""
-    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        files: dict[str, list[Path]] = {}
-        for path in sorted(folder.rglob("*")):
-            inside = path.relative_to(folder).as_posix()
-            if path.is_file() and _format_of(path.name) and not re.search(FACTS["no_data"], inside):
-                word = re.search(FACTS["split_word"], inside, re.IGNORECASE)
-                files.setdefault(word[1].lower() if word else "train", []).append(path)
-        yield from ((str(path), read_file(path), path) for path in _choose_split(files, split, folder))
-        return
-    import datasets
+    splits: dict[str, Any] = {}
+    if is_saved := any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        import datasets
 
-    with Blame(DataError, f"{folder} is no whole data set", "Save it again."):
-        found = datasets.load_from_disk(str(folder))
-    splits = found if isinstance(found, dict) else {str(found.split or "train"): found}
-    yield str(folder), _guarded(_number(_choose_split(splits, split, folder)), folder), folder
-
-
-def _choose_split(splits: dict[str, Any], wanted: str, folder: Path) -> Any:
-    name = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+        with Blame(DataError, f"{folder} is no whole data set", "Save it again."):
+            found = datasets.load_from_disk(str(folder))
+        splits = found if isinstance(found, dict) else {str(found.split or "train"): found}
+    for path in () if is_saved else sorted(folder.rglob("*")):
+        inside = path.relative_to(folder).as_posix()
+        if path.is_file() and _format_of(path.name) and not re.search(FACTS["no_data"], inside):
+            word = re.search(FACTS["split_word"], inside, re.IGNORECASE)
+            splits.setdefault(word[1].lower() if word else "train", []).append(path)
+    name = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
         raise refusal("no_split", folder=folder, name=name, known=", ".join(splits) or "none", endings=ENDINGS)
-    return splits[name]
+    if is_saved:
+        yield str(folder), _guarded(_number(splits[name]), folder), folder
+    else:
+        yield from ((str(path), read_file(path), path) for path in splits[name])
 
 
 def _open_id(data_id: str, subset: str | None, split: str | None, source: str) -> Files:

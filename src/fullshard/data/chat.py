@@ -85,8 +85,7 @@ def choose_pad_id(tokenizer: Any) -> int:
 
 
 class Renderer:
-    """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all".
-    ``template_arguments``: variables of the chat template; DataError for one that it never reads."""
+    """Renders by the template. ``loss_on``: "assistant", "last" or "all". DataError: an argument unknown to it."""
 
     _taken: ClassVar[dict[tuple[str, str], bool]] = {}  # (template, role)
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 from fullshard.errors import Blame, DataError, read_table, refusal, without_secrets
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 BLOCK, BATCH_ROWS = 1 << 20, 256  # characters of a JSON list, bytes of Parquet; Parquet rows in memory
 DATA_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+))?")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
 FACTS = read_table("data/files.yaml")
-WAYS, ENDINGS = FACTS["other_ways"], FACTS["endings"]
+WAYS, ENDINGS, COMPRESSED = FACTS["other_ways"], FACTS["endings"], FACTS["compressed"]
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
 
@@ -31,8 +30,7 @@ class BadRow(DataError):
 
 
 def open_records(name: str, source: str) -> Files:
-    """(label, records, content) of each file that ``name`` stands for: a file, folder, FOLDER:SPLIT, or data set id.
-    ``source``: huggingface or modelscope, where an id is fetched. A local path always wins. Raises DataError."""
+    """The files of ``name``: a file, folder, FOLDER:SPLIT (local paths win), data set id of ``source``. DataError."""
     path, (whole, _, split), found = Path(name), name.rpartition(":"), DATA_ID.fullmatch(name)
     if path.is_dir() or (whole and not path.exists() and Path(whole).is_dir()):
         yield from _open_folder(path, "") if path.is_dir() else _open_folder(Path(whole), split)

@@ -15,11 +15,9 @@ from fullshard.data.files import BLOCK, FACTS, BadRow, Record, decode_json, open
 from fullshard.errors import Blame, DataError, refusal
 from fullshard.frozen import Frozen
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
 BESIDE = {"tools": "tools", "system": "system"}
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
-SHAPES_HINT = FACTS["shapes_hint"]
+ROLES, SHAREGPT_ROLES, SHAPES_HINT = FACTS["roles"], FACTS["sharegpt_roles"], FACTS["shapes_hint"]
 _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
 KEPT = 1000  # places of each reason, for data.json; fewer are printed
 MOST_NESTED = 100  # levels of tools and their calls, in which rows go to other processes
@@ -29,9 +27,8 @@ WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
 class Row(Frozen):
-    """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row). A
-    message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name, train
-    (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight."""
+    """One example: ``messages`` (as chat.Message; content None only beside tool_calls; train false: unsupervised) with
+    ``tools``, or ``text``; ``origin``: file:line (Parquet: file:row). ``copy`` 1, 2, ...: a repeat by weight."""
 
     origin: str
     messages: list[dict[str, Any]] | None = None

@@ -107,7 +107,6 @@ class BatchRenderer:
 
     def _learn(self, row: Row, roles: tuple[str, ...]) -> _Pattern | None:
         """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
-        assert row.messages is not None
         empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
         try:
             rest = self._renderer.text(empty)

@@ -91,8 +91,7 @@ class FileTensor(Frozen):
         return self.read().view(self.shape)
 
     def read(self, start: int = 0, stop: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-d. Part.kind where the parts do not cover them once.
-        ``out``: where a 1-d tensor of one part is read to, in its dtype, on the host."""
+        """Elements [start, stop), 1-d; in ``out`` (1-d, CPU) where one part has all. Part.kind if not covered once."""
         shape = self.shape or (1,)
         width, stop = max(1, math.prod(shape[1:])), math.prod(shape) if stop is None else stop
         first, last = start // width, -(-stop // width)

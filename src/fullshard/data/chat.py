@@ -1,5 +1,4 @@
-"""From messages or text to token ids and the mask of supervised tokens, for any chat template. Only here are ids made.
-An assistant turn begins where the prompt before it, with the generation prompt, ends; see docs/templates.md."""
+"""From messages or text to token ids (made only here) and supervised masks, for any template: see docs/templates.md."""
 
 import json
 import logging
@@ -86,8 +85,7 @@ def choose_pad_id(tokenizer: Any) -> int:
 
 
 class Renderer:
-    """Renders conversations and texts with one tokenizer. ``loss_on``: "assistant", "last" or "all".
-    ``template_arguments``: variables of the chat template; DataError for one that it never reads."""
+    """Renders by the template. ``loss_on``: "assistant", "last" or "all". DataError: an argument unknown to it."""
 
     _taken: ClassVar[dict[tuple[str, str], bool]] = {}  # (template, role)
 
@@ -222,16 +220,15 @@ class Renderer:
         return self._frame
 
     def _turn(self, messages: list[Message], place: int) -> Turn:
-        """Where the assistant turn ``messages[place]`` lies, by growing prefixes."""
+        """Where the assistant turn ``messages[place]`` lies: it begins where the generation prompt before it ends."""
         is_whole = messages is self._whole[0] and place + 1 == len(messages)
         through = self._whole[1] if is_whole else self._text(messages[: place + 1])
         prompt = self._text(messages[:place], True) if place else self._opening(through)
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers and (header or shared != prompt):
-            if header:
-                raise refusal("no_generation_prompt", header=header)
-            raise refusal("other_generation_prompt", ends=prompt[-30:], turn=through[len(shared) :][:30])
+            name = "no_generation_prompt" if header else "other_generation_prompt"
+            raise refusal(name, header=header, ends=prompt[-30:], turn=through[len(shared) :][:30])
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
         stop = self._stop(encoded, start, len(through) - len(tail) if through.endswith(tail) else None)
@@ -239,10 +236,8 @@ class Renderer:
         while stop is None and end > start and not self.tokenizer.decode(ids[end - 1]).strip():
             end -= 1  # whitespace that the template puts after the turn
         words, which = set(ids[start:end]) - self.special_ids, f" ({(messages[place].get('content') or '')[:30]!r})"
-        if not words:
-            raise refusal("no_answer", which=which)
-        if words == {self.tokenizer.unk_token_id}:
-            raise refusal("no_known_word", which=which, unk=self.tokenizer.unk_token)
+        if words <= {self.tokenizer.unk_token_id}:
+            raise refusal("no_known_word" if words else "no_answer", which=which, unk=self.tokenizer.unk_token)
         return Turn(place, encoded, start, end, stop)
 
     def _opening(self, through: str) -> str:
@@ -263,10 +258,9 @@ class Renderer:
 
     def _stop(self, encoded: Encoded, start: int, content_end: int | None) -> int | None:
         """The first special (else added) token behind the content; the last one where that end is not known."""
-        places = [i for i in range(start, len(encoded.ids)) if encoded.ids[i] in self.added_ids]
-        if content_end is not None:
-            places = [i for i in places if encoded.offsets[i][1] > content_end]
-        places = [i for i in places if encoded.ids[i] in self.special_ids] or places
+        (ids, offsets), after = encoded, -1 if content_end is None else content_end
+        places = [i for i in range(start, len(ids)) if ids[i] in self.added_ids and offsets[i][1] > after]
+        places = [i for i in places if ids[i] in self.special_ids] or places
         return places[-1 if content_end is None else 0] if places else None
 
     _has_markers = property(lambda self: GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=self._tools)))

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 from fullshard.errors import Blame, DataError, read_table, refusal, without_secrets
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-BLOCK = 1 << 20  # characters of a JSON list, bytes of Parquet
-BATCH_ROWS = 256  # Parquet rows in memory
+BLOCK, BATCH_ROWS = 1 << 20, 256  # characters of a JSON list, bytes of Parquet; Parquet rows in memory
 DATA_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+))?")
 NOT_TEXT, HALF = re.compile("[\0\udc80-\udcff]"), re.compile("[\ud800-\udfff]")
 MARK = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[\[\],]?)[ \t\r\n]*")
 FACTS = read_table("data/files.yaml")
-WAYS, ENDINGS = FACTS["other_ways"], FACTS["endings"]
+WAYS, ENDINGS, COMPRESSED = FACTS["other_ways"], FACTS["endings"], FACTS["compressed"]
 Record = tuple[int, Any]  # number from 1; what stands there, ... for a blank line, or a BadRow
 Files = Iterator[tuple[str, Iterator[Record], Path | str]]  # label, records, the place (or fingerprint) of the content
 
@@ -32,8 +30,7 @@ class BadRow(DataError):
 
 
 def open_records(name: str, source: str) -> Files:
-    """(label, records, content) of each file that ``name`` stands for: a file, folder, FOLDER:SPLIT, or data set id.
-    ``source``: huggingface or modelscope, where an id is fetched. A local path always wins. Raises DataError."""
+    """The files of ``name``: a file, folder, FOLDER:SPLIT (local paths win), data set id of ``source``. DataError."""
     path, (whole, _, split), found = Path(name), name.rpartition(":"), DATA_ID.fullmatch(name)
     if path.is_dir() or (whole and not path.exists() and Path(whole).is_dir()):
         yield from _open_folder(path, "") if path.is_dir() else _open_folder(Path(whole), split)
@@ -215,28 +212,25 @@ def _without_nulls(value: Any) -> Any:
 
 def _open_folder(folder: Path, split: str) -> Files:
     """A data set as ``save_to_disk`` writes it, or all files of known formats in and below a folder."""
-    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        files: dict[str, list[Path]] = {}
-        for path in sorted(folder.rglob("*")):
-            inside = path.relative_to(folder).as_posix()
-            if path.is_file() and _format_of(path.name) and not re.search(FACTS["no_data"], inside):
-                word = re.search(FACTS["split_word"], inside, re.IGNORECASE)
-                files.setdefault(word[1].lower() if word else "train", []).append(path)
-        yield from ((str(path), read_file(path), path) for path in _choose_split(files, split, folder))
-        return
-    import datasets
+    splits: dict[str, Any] = {}
+    if is_saved := any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        import datasets
 
-    with Blame(DataError, f"{folder} is no whole data set", "Save it again."):
-        found = datasets.load_from_disk(str(folder))
-    splits = found if isinstance(found, dict) else {str(found.split or "train"): found}
-    yield str(folder), _guarded(_number(_choose_split(splits, split, folder)), folder), folder
-
-
-def _choose_split(splits: dict[str, Any], wanted: str, folder: Path) -> Any:
-    name = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+        with Blame(DataError, f"{folder} is no whole data set", "Save it again."):
+            found = datasets.load_from_disk(str(folder))
+        splits = found if isinstance(found, dict) else {str(found.split or "train"): found}
+    for path in () if is_saved else sorted(folder.rglob("*")):
+        inside = path.relative_to(folder).as_posix()
+        if path.is_file() and _format_of(path.name) and not re.search(FACTS["no_data"], inside):
+            word = re.search(FACTS["split_word"], inside, re.IGNORECASE)
+            splits.setdefault(word[1].lower() if word else "train", []).append(path)
+    name = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
         raise refusal("no_split", folder=folder, name=name, known=", ".join(splits) or "none", endings=ENDINGS)
-    return splits[name]
+    if is_saved:
+        yield str(folder), _guarded(_number(splits[name]), folder), folder
+    else:
+        yield from ((str(path), read_file(path), path) for path in splits[name])
 
 
 def _open_id(data_id: str, subset: str | None, split: str | None, source: str) -> Files:

@@ -13,9 +13,8 @@ NONE = np.empty(0, np.uint64)
 
 
 def near_copies(ids: Callable[[int], np.ndarray], num_rows: int, num_eval: int = 0) -> list[tuple[int, int, float]]:
-    """Training rows that are like another row: (row, the other, their Jaccard index), in order of rows. ``ids`` gives
-    the token ids (int32, at least one) of a row; rows below ``num_eval`` are held out. A training row has at most one
-    pair with a held-out row and one with an earlier training row. Memory: below 100 bytes a row."""
+    """Training rows (from ``num_eval`` on) like another: (row, other, Jaccard index), in order; at most one pair with a
+    held-out row, one with an earlier training row. ``ids``: of a row (int32, at least one). Memory: 100 bytes a row."""
     sample = np.linspace(0, num_rows - 1, min(1000, num_rows)).astype(int).tolist()
     values, counts = np.unique(np.concatenate([_grams(ids(row)) for row in sample]), return_counts=True)
     common = values[counts > COMMON_SHARE * len(sample)] if num_rows >= COMMON_ROWS else NONE

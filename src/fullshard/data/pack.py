@@ -12,8 +12,7 @@ FEW = 32  # sequences a rank: one more of them is then 3 % and more of what the 
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``range(num_rows)`` (int64) fixed by seed and epoch on every machine: rows sorted by a hash of
-    (seed, epoch, row), splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")."""
+    """A permutation of ``range(num_rows)`` (int64), equal on every machine: sorted by a hash of (seed, epoch, row)."""
     start = _splitmix64(_splitmix64(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
     keys = _splitmix64(start ^ _splitmix64(np.arange(num_rows, dtype=np.uint64)))
     return np.argsort(keys, kind="stable").astype(np.int64)
@@ -91,8 +90,7 @@ def lay_out(
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Sequences of at most ``max_length`` tokens: evenly filled and as few as possible (FEW: a multiple of the ranks),
-    or best-fit decreasing, where even ones would be more."""
+    """Sequences, even and as few as possible (FEW: a multiple of the ranks), or fewer by best-fit decreasing."""
     rows = sorted(window.tolist(), key=lambda row: (-int(lengths[row]), row))
     sizes = lengths[rows].tolist()
     assert not rows or sizes[0] <= max_length, "rows over max_length are dropped or cut before packing"
@@ -132,8 +130,8 @@ def _fill_evenly(sizes: list[int], count: int, max_length: int) -> np.ndarray | 
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """One splitmix64 step on uint64 values (wraps around by design)."""
-    return scatter(values + np.uint64(0x9E3779B97F4A7C15))
+    """splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") of uint64 values."""
+    return scatter(values + np.uint64(0x9E3779B97F4A7C15))  # wraps around by design
 
 
 def scatter(values: np.ndarray) -> np.ndarray:

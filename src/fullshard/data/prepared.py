@@ -1,5 +1,4 @@
-"""The prepared data: tokenised and masked rows in memory-mapped files (prepared.md: their format), written once, before
-any rank starts; and the tensors of one forward made of them: B = sequences, S = tokens of the longest sequence."""
+"""Tokenised and masked rows in memory-mapped files (prepared.md), written before any rank starts; and their batches."""
 
 import hashlib
 import json
@@ -35,8 +34,7 @@ COLUMNS = OF_TOKENS | {name: RECORD[name] for name in RECORD.names or ()}
 KINDS = {"int32": "I32", "bool": "BOOL", "uint64": "U64"}  # as safetensors names them
 HEADER_BYTES = 512  # of a file that is written as a stream: its size is known only at the end
 PIECE_ROWS = 1 << 16  # of a column in memory at once
-IGNORED = -100  # label of a position that has no target
-FILL_TOKENS = 8
+IGNORED, FILL_TOKENS = -100, 8  # label of a position that has no target; most tokens of a fill batch
 Progress = Callable[[int | None, int], None]  # rows in all (about; None: not known) and rows done
 
 
@@ -98,7 +96,7 @@ def open_prepared(folder: Path, split: str) -> PreparedData:
 
 
 class Batch(Frozen):
-    """One micro-batch of one rank. All tensors are int64 of shape (B, S)."""
+    """One micro-batch of one rank. All tensors are int64 of shape (B, S): sequences, tokens of the longest sequence."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor  # already shifted: the id at t+1 where that position is supervised and of the same row
@@ -108,8 +106,7 @@ class Batch(Frozen):
 
 
 def make_batch(data: PreparedData, sequences: list[list[int]], pad_id: int) -> Batch:
-    """The batch of these sequences (lists of row ids), padded on the right with ``pad_id`` (known by length, so it may
-    be eos). No sequences: the fill batch, the first tokens (at most 8) of row 0 without labels."""
+    """The sequences (of row ids), right-padded with ``pad_id`` (may be eos); none: the start of row 0, no labels."""
     if not (content := [[data.row(row) for row in sequence] for sequence in sequences]):
         ids, supervised = data.row(0)
         content = [[(ids[:FILL_TOKENS], supervised[:FILL_TOKENS] & False)]]

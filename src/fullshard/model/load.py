@@ -1,5 +1,4 @@
-"""Model folders: what is in them, the model on the meta device, where answers stop. And tensors in files, read by
-position: nothing is mapped, so that what is not read costs no memory."""
+"""Model folders, models on the meta device; tensors in files, read by position: what is not read costs no memory."""
 
 import hashlib
 import json
@@ -12,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 import torch
-from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_utils import str_to_torch_dtype
 from fullshard.device import ATTENTION
@@ -23,10 +21,9 @@ from fullshard.run_folder import LOCK, claim_run, clear, publish_folder, read_js
 
 AGAIN = "Copy or download this file again."
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # safetensors' names: F32, BF16, ...
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE, INDEX, GENERATION_CONFIG = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 FACTS = read_table("model/load.yaml")
 SIDE_FILES, REFUSED_FAMILIES = FACTS["side_files"], FACTS["refused_families"]
-GENERATION_CONFIG = "generation_config.json"
 RECORD = "made_from.json"  # in an unfinished folder
 SAMPLES = 16  # places of 4 KiB in a weight file that a fingerprint reads
 
@@ -94,8 +91,7 @@ class FileTensor(Frozen):
         return self.read().view(self.shape)
 
     def read(self, start: int = 0, stop: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-d. Part.kind where the parts do not cover them once.
-        ``out``: where a 1-d tensor of one part is read to, in its dtype, on the host."""
+        """Elements [start, stop), 1-d; in ``out`` (1-d, CPU) where one part has all. Part.kind if not covered once."""
         shape = self.shape or (1,)
         width, stop = max(1, math.prod(shape[1:])), math.prod(shape) if stop is None else stop
         first, last = start // width, -(-stop // width)
@@ -172,7 +168,7 @@ def attention_for(config: Any, packing: bool = False) -> str:
     return ATTENTION if getattr(family, "_supports_sdpa", True) else "eager"
 
 
-def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) -> nn.Module:
+def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) -> torch.nn.Module:
     """The model: fp32 parameters on meta, non-persistent buffers (in no file) made on CPU by its own initialisation;
     one that stays NaN is a ModelError later. ``num_tokens``: the least vocabulary. ``packing``: attends by document."""
     config = read_config(path)
@@ -181,7 +177,7 @@ def build_on_meta(path: str | Path, num_tokens: int = 0, packing: bool = False) 
     return build_from_config(config, path, packing)
 
 
-def build_from_config(config: Any, path: str | Path, packing: bool = False) -> nn.Module:
+def build_from_config(config: Any, path: str | Path, packing: bool = False) -> torch.nn.Module:
     """``build_on_meta`` for a config that was read; ``path`` names it in errors."""
     family, quantised = config.model_type, getattr(config, "quantization_config", None)
     if family in REFUSED_FAMILIES:

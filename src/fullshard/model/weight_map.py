@@ -16,7 +16,6 @@ from fullshard.errors import Blame, ModelError, refusal
 from fullshard.model.blocks import base_name
 from fullshard.model.load import DTYPE_NAMES, WeightFiles
 
-FLOATS = ("F32", "BF16", "F16", "F64")
 RESTORED_GROUPS = 2  # an export in the files' order goes back and forth between the two groups of an expert layer
 
 
@@ -160,7 +159,7 @@ class WeightMap:
             count, first = f"{len(missing)} of {len(parameters)}", ", ".join(missing[:5])
             raise refusal("no_tensor", where=self._where, count=count, first=first)
         for name in parameters:
-            if self.dtype(name) not in FLOATS:
+            if self.dtype(name) not in ("F32", "BF16", "F16", "F64"):
                 raise refusal("no_floats", where=self._where, name=name, dtype=self.dtype(name))
             expected, stored_name = self.shapes[name], self._source_name(name)
             found = self._outputs[stored_name].outputs[stored_name]

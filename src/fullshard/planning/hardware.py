@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 import psutil
-import yaml
-from fullshard.errors import PlanError, refusal
+from fullshard.errors import PlanError, read_table, refusal
 from fullshard.frozen import Frozen
 
 GIB, CONTROL_GROUP = 2**30, Path("/sys/fs/cgroup")
@@ -26,7 +25,6 @@ class Accelerator(Frozen):
     link_bytes_per_second: float  # to the devices of the same node, one way
     node_bytes_per_second: float  # of one device to other nodes, one way
     family: str  # of efficiency.yaml
-
     # as ``--devices`` takes it: 4090, 4090d, a100-40gb, 910b3
     name = property(lambda self: "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend").replace("-d", "d"))
 
@@ -37,8 +35,7 @@ def _read(words: str, facts: dict) -> Accelerator:
     return Accelerator(tuple(words.split()), usable, flops, facts["reachable"], memory, link, node, facts["family"])
 
 
-FACTS = yaml.safe_load(Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8"))
-ACCELERATORS = tuple(_read(*entry) for entry in FACTS.items())
+ACCELERATORS = tuple(_read(*entry) for entry in read_table("planning/accelerators.yaml").items())
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:

@@ -123,6 +123,5 @@ class TorchShardedModel:
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         flat = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-        parts = flat.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
+        for parameter, part in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
             parameter.grad.copy_(part.view_as(parameter))

@@ -76,9 +76,8 @@ def run_rank(
         trainer.train(first_step)
         peak = int(ranks.maximum(trainer.peak_bytes))
         if ranks.is_first:
-            seconds, speed = time.perf_counter() - started, trainer.tokens_done / max(trainer.step_seconds, 1e-9)
-            losses = (trainer.last_loss, trainer.last_eval, first_eval)
-            result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
+            seconds, rate = time.perf_counter() - started, trainer.tokens_done / max(trainer.step_seconds, 1e-9)
+            result = TrainResult(run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, rate, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             log.say(log_text("trained", result, trainer.scale.skipped, trainer.planned_bytes))
         ranks.barrier()  # the result is there for whoever returns from here

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 from fullshard.data.pack import lay_out
 from fullshard.data.prepared import Batch, PreparedData, make_batch
@@ -61,7 +60,7 @@ class LossModel(nn.Module):
             logits_BSV = output.logits.float()
             if labels_BS is None:
                 return logits_BSV
-            loss = functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
             return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
         output, head = find_decoder(self.causal_lm)(**arguments), self.causal_lm.get_output_embeddings()
         hidden_BSH = output[0]

@@ -77,8 +77,7 @@ def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scal
     # In pieces, on a CPU such as stay in its cache: 67 M elements take 0.03 instead of 0.16 s.
     pieces = [(shard.name, shard.gradient.split(1 << (18 if ranks.device.type == "cpu" else 24))) for shard in held]
     squares = [one.float().square().sum() / sharded.replicas(name) for name, parts in pieces for one in parts]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
-    total = float(ranks.sum(total))
+    total = float(ranks.sum(torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)))
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
 

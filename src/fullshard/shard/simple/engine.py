@@ -38,8 +38,7 @@ class Schedule:
     def __init__(self, prefetch: int, agree: Callable[[Unit], None]) -> None:
         self._prefetch, self._agree = prefetch, agree
         self.order: list[Unit] = []
-        self._is_known = False
-        self._place = self._place_back = 0
+        self._is_known, self._place, self._place_back = False, 0, 0
 
     def begin(self) -> None:
         """A forward begins."""
@@ -105,14 +104,13 @@ class SimpleShardedModel:
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
         self._last, self._in_backward = True, False
-        self._build(model, units, replicated, precision, strategy)
+        self._build(units, replicated, precision, strategy)
 
     def _build(
-        self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], precision: Precision,
-        strategy: str,
-    ) -> None:  # fmt: skip
+        self, units: list[list[nn.Module]], replicated: set[nn.Parameter], precision: Precision, strategy: str
+    ) -> None:
         """Move every parameter into a group of its unit, and hang the hooks on the units' modules."""
-        prefix = getattr(model, "name_prefix", "")
+        model, prefix = self.module, getattr(self.module, "name_prefix", "")
         path = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
         names = {parameter: name.removeprefix(prefix) for name, parameter in model.named_parameters()}
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
@@ -120,6 +118,8 @@ class SimpleShardedModel:
         for module in path:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 owners[parameter].append((module, name))
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                module._buffers[name] = buffer.to(self._device)
         for number, modules in enumerate(units):  # [final norm, head] is kept: needed first thing in backward
             name, kept = " + ".join(path[module] for module in modules), len(modules) > 1
             self._units.append(Unit(name, number, "keep" if kept else strategy, modules))
@@ -137,15 +137,14 @@ class SimpleShardedModel:
             if parameter in getattr(model, "fp32_gradients", ()):
                 wire_dtypes[number] = torch.float32
             content.setdefault((number, parameter.requires_grad, parameter.dtype, compute), []).append(parameter)
+        kinds = [type(unit.modules[0]) for unit in self._units if unit.strategy == "full"]
         slots: dict[str, tuple[Group, int]] = {}
         rings: dict[tuple[int, torch.dtype, bool], list[GatherBuffer]] = {}
         for (number, trainable, dtype, compute), parameters in sorted(content.items(), key=lambda item: item[0][0]):
             unit = self._units[number]
             layout = lay_out_group([(names[p], tuple(p.shape)) for p in parameters], self.num_ranks)
-            kind = type(unit.modules[0]) if unit.modules else None
-            alike = sum(len(modules) == 1 and type(modules[0]) is kind for modules in units)
             # Blocks of equal size and dtype use BUFFERS in turn, the first in the ring is next; others have their own.
-            shared = unit.strategy == "full" and alike > 1
+            shared = unit.strategy == "full" and kinds.count(type(unit.modules[0])) > 1
             ring = rings.setdefault((layout.total_elements, compute, trainable), []) if shared else []
             if len(ring) == BUFFERS:
                 ring.append(ring.pop(0))
@@ -161,10 +160,6 @@ class SimpleShardedModel:
                 for module, name in owners[parameter]:
                     module._parameters[name] = group.parameters[place]
         self._slots = [slots[name] for name in names.values()]
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self._device)
         for unit in self._units:
             unit.needs_values_in_backward = not all(isinstance(module, nn.Embedding) for module in unit.modules)
             for module in unit.modules:
@@ -253,7 +248,7 @@ class SimpleShardedModel:
             self._adapters.gather()
         else:
             self._schedule.enter(unit)
-        self._gather(unit, self._schedule.coming())
+        unit.gather(self._schedule.coming())
         self._note("forward", unit)
         values, spec = tree_flatten((args, kwargs))
         marked = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -278,12 +273,6 @@ class SimpleShardedModel:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(self._before_backward, unit))
 
-    def _gather(self, unit: Unit, coming: list[Unit]) -> None:
-        """Gather ``unit``, wait for it, and begin to gather those that come next."""
-        unit.gather()
-        for other in coming:
-            other.start_gather()
-
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         if not self._in_backward:
             if unit is not self._root:  # a backward inside the forward, of a loss in chunks
@@ -293,7 +282,7 @@ class SimpleShardedModel:
                 other.finished = False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         coming = [other for other in self._schedule.coming_back(unit) if other.needs_values_in_backward]
-        self._gather(unit, coming) if unit.needs_values_in_backward else None
+        unit.gather(coming) if unit.needs_values_in_backward else None
         self._note("backward", unit)
 
     def _after_backward(self, unit: Unit) -> None:

@@ -5,7 +5,7 @@ parameters are views of it for ever: what autograd has saved for backward stays 
 the same values again before."""
 
 from __future__ import annotations
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 import torch
@@ -29,8 +29,7 @@ class GatherBuffer:
         """The buffer for ``group``; whoever used it last must be through with it."""
         before = self.user
         if before is not None and before is not group:
-            if before.phase is Phase.REDUCING:
-                before.finish_reduce()
+            before.finish_reduce()
             assert before.phase is Phase.SHARDED, f"{before.unit.name} still uses its buffer ({before.phase.value})"
         if self.user is None:
             self._last = self.users[-1] if group is self.users[0] else self.users[0]
@@ -118,8 +117,7 @@ class Group:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Begin to fill the buffer, unless that has begun."""
-        if self.phase is Phase.REDUCING:
-            self.finish_reduce()
+        self.finish_reduce()
         if self.phase is Phase.SHARDED:
             self._transfer = self._wires.gather.gather(self._pieces(self.buffer.take(self)), self.shard_S)
             self.enter(Phase.GATHERING)
@@ -184,7 +182,7 @@ class Group:
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
-        """Wait for the other ranks' parts and add them up; the buffer is free afterwards."""
+        """If it is reducing: wait for the other ranks' parts and add them up; the buffer is free afterwards."""
         if self.phase is not Phase.REDUCING:
             return
         total_S = self._wires.reduce.total(self._transfer, self._sent_WS)
@@ -249,11 +247,13 @@ class Unit:
         for group in self.groups:
             group.start_gather()
 
-    def gather(self) -> None:
-        """Gather all groups and wait."""
+    def gather(self, coming: Sequence[Unit] = ()) -> None:
+        """Gather all groups and wait; then begin to gather those of the units that come next."""
         self.start_gather()
         for group in self.groups:
             group.gather()
+        for unit in coming:
+            unit.start_gather()
 
     def free(self) -> None:
         """Forget the gathered values of all groups."""

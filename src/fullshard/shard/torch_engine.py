@@ -49,8 +49,7 @@ class TorchShardedModel:
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
         policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
         for unit in units:
-            # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
-            keep = len(unit) > 1
+            keep = len(unit) > 1  # the head's, needed again first thing in backward: freeing it in between is waste
             modules, frees = unit if keep else unit[0], not keep and strategy == "full"
             fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=frees, ignored_params=whole)
             if isinstance(unit[0], nn.Embedding) and not keep:
@@ -116,8 +115,7 @@ class TorchShardedModel:
         parameters = [p for name, p in self._named_parameters() if name in self._replicated and p.requires_grad]
         if not parameters or dist.get_world_size() == 1:
             return
-        # A parameter that this rank did not use still takes part, with zeros: the same collective on every rank.
-        for parameter in parameters:
+        for parameter in parameters:  # one that this rank did not use takes part with zeros: every rank has the same
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)

@@ -119,7 +119,7 @@ class Trainer:
 
     def prove_start(self) -> None:
         """Before step 1: our loss path equals the model's own logits, and the worst case fits."""
-        tokens = self._first_tokens(LOSS_CHECK_TOKENS).to(self.ranks.device)
+        tokens = torch.tensor(self.data.row(0)[0][:LOSS_CHECK_TOKENS].tolist(), device=self.ranks.device)[None]
         self.log.say(check_loss_path(self.built, tokens, self.precision))
         if self.packing:
             rows = [self.data.row(row % len(self.data))[0][: LOSS_CHECK_TOKENS // 2].tolist() for row in (0, 1)]
@@ -270,7 +270,7 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``, with the logits by which a merge is proven."""
-        tokens, model = self._first_tokens(PROOF_TOKENS), self.built.loss_model.eval()
+        tokens, model = torch.tensor(self.data.row(0)[0][:PROOF_TOKENS].tolist())[None], self.built.loss_model.eval()
         units = [module for unit in find_units(model.causal_lm) for module in unit]
         set_fast_fp32(False)  # fp32 products of the weights as they are gathered: a forward in 16 bits would blur it
         with torch.no_grad(), exchanged(model, units, lambda _, value: value.float()):
@@ -318,9 +318,6 @@ class Trainer:
     def _position(self, step: int) -> list[int]:
         epochs = [epoch for epoch, _ in self.steps[:step]]
         return [epochs[-1], epochs.count(epochs[-1])]
-
-    def _first_tokens(self, count: int) -> torch.Tensor:
-        return torch.tensor(self.data.row(0)[0][:count].tolist(), dtype=torch.long)[None]
 
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
         limit, packing = self.config.data.max_length, bool(self.packing)

@@ -30,9 +30,8 @@ class LossModel(nn.Module):
         self.uses_own_logits = False  # set by ``check_loss_path`` where our path and the model's own differ
         config = causal_lm.config.get_text_config()
         self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * config.vocab_size))
-        # between head and loss: granite and cohere scale, gemma2 and gemma3 cap
         self._factor = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._cap = getattr(config, "final_logit_softcapping", None)  # gemma2, gemma3; the factor: granite, cohere
 
     def sum_in_fp32(self, tokens: int) -> None:
         """Tell the engine which gradients are fp32 sums with up to ``tokens`` a micro-batch: the chunked head's."""

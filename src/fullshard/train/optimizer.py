@@ -31,8 +31,7 @@ def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.opt
     if config.train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate), {}
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
-    # The moments exist from the start: the trial step then holds all that a real step holds, and resuming only copies.
-    moments: Moments = {}
+    moments: Moments = {}  # from the start: the trial step then holds all that a real step holds, resuming only copies
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             state = {moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS}

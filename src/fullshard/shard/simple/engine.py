@@ -79,11 +79,9 @@ def _second_group(world: Any, ranks: tuple[tuple[int, ...], ...]) -> dist.Proces
 
 
 class SimpleShardedModel:
-    """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
-
-    ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
-    keeping whole fp32 sums until the last one. ``events``: set it to a list, and what happens is noted in it: free, and
-    beginning and end of gather, forward, backward, reduce and optimizer."""
+    """A ``ShardedModel`` over flat buffers: ``shard_model`` says what it takes, ``Unit`` what a ``strategy`` is. Unless
+    ``reduce_each``, whole fp32 sums of gradients are kept until the last micro-batch. ``events``: set it to a list, and
+    what happens is noted in it: free, and beginning and end of gather, forward, backward, reduce and optimizer."""
 
     def __init__(
         self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,

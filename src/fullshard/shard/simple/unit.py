@@ -1,5 +1,4 @@
 """A unit (modules gathered, computed and freed together) and its groups (parameters of one kind in one flat buffer).
-
 A few buffers are used by the blocks in turn, so that their size is a formula. A group always uses the same one, and its
 parameters are views of it for ever: what autograd has saved for backward stays right, since the buffer is filled with
 the same values again before."""
@@ -72,7 +71,6 @@ ALLOWED = {  # and what is then noted
 
 class Group:
     """Parameters of one unit that are alike: trained or frozen, one dtype at rest, one in compute.
-
     ``shard_S`` is this rank's range at rest; ``parameters`` are what the modules compute with: views of the buffer.
     ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors."""
 
@@ -111,15 +109,13 @@ class Group:
         for what in ALLOWED[before, new]:
             self._wires.note(what, self.unit)
 
-    def _pieces(self, flat_P: torch.Tensor) -> torch.Tensor:
-        return flat_P.view(self.layout.num_ranks, self.layout.shard_elements)
-
     @torch.no_grad()
     def start_gather(self) -> None:
         """Begin to fill the buffer, unless that has begun."""
         self.finish_reduce()
         if self.phase is Phase.SHARDED:
-            self._transfer = self._wires.gather.gather(self._pieces(self.buffer.take(self)), self.shard_S)
+            pieces_WS = self.buffer.take(self).view(self.layout.num_ranks, -1)
+            self._transfer = self._wires.gather.gather(pieces_WS, self.shard_S)
             self.enter(Phase.GATHERING)
 
     def gather(self) -> None:
@@ -157,7 +153,7 @@ class Group:
             flat_P, self.accumulated_P = self.accumulated_P, None
         else:
             flat_P = self._pack()
-        self._sent_WS = self._pieces(flat_P)
+        self._sent_WS = flat_P.view(self.layout.num_ranks, -1)
         self._transfer = self._wires.reduce.reduce(self._sent_WS)
         self.enter(Phase.REDUCING)
 

@@ -46,14 +46,12 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 
 def parse_devices(text: str) -> tuple[int, Accelerator]:
     """``4x4090``, ``8xh100-sxm-80g``, ``8x910b3-64g`` -> (count, card). PlanError with nearest names if unknown."""
-    match = re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())
-    if not match:
+    if not (match := re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())):
         raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")
     count, name, size = match.groups()
     name = re.sub(r"-(?:sxm\d?|hbm\d\w?|(d$))", r"\1", name)  # SXM is what a plain name means
     cards = {card.name: card for card in ACCELERATORS}
-    card = cards.get(f"{name}-{size}gb") or cards.get(name)
-    if card is None:
+    if (card := cards.get(f"{name}-{size}gb") or cards.get(name)) is None:
         nearest = difflib.get_close_matches(name, cards, 3, 0.4) or cards
         raise PlanError(f"--devices {text}: no facts about a card {name!r}.", f"Nearest known: {', '.join(nearest)}")
     if size and not 1 <= int(size) * GIB / card.usable_bytes <= 1.1:  # sold 80 GB, usable 79.3 GiB; sold 24, usable 22

@@ -61,10 +61,8 @@ class TorchShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
         if any(parameter.is_meta for parameter in model.parameters()):
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            model.to_empty(device=device_of(mesh))
-            for name, buffer in model.named_buffers():  # to_empty has turned them to garbage
-                buffer.detach().copy_(buffers[name])
+            device = device_of(mesh)  # as to_empty does it, which would turn buffers to garbage
+            model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
 
     def shards(self) -> list[Shard]:
         """This rank's ranges, in parameter order, tied parameters once."""

@@ -106,10 +106,9 @@ class Trainer:
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale, self.last_loss, self.last_eval = LossScale(self.precision.loss_scale), float("nan"), None
-        self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
+        self.losses, self.tokens_done, self.step_seconds, self.peak_bytes = [], 0, 0.0, 0
         self.planned_bytes, self.planned_save_bytes = (plan.get("moments", {}).get(name) for name in ("train", "save"))
         self.planned_speeds: list[float] = plan.get("tokens_per_second", [])  # of all ranks, low and high
-        self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
         log.say(log_text("model", self.built, config.method, ranks, engine))

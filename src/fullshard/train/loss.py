@@ -22,6 +22,7 @@ class LossModel(nn.Module):
     """A causal language model whose forward returns the summed loss; engines remove ``name_prefix`` from its names."""
 
     name_prefix = "causal_lm."
+    attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 
     def __init__(self, causal_lm: nn.Module, router_loss: bool = False) -> None:
         super().__init__()
@@ -37,9 +38,6 @@ class LossModel(nn.Module):
         """Tell the engine which gradients are fp32 sums with up to ``tokens`` a micro-batch: the chunked head's."""
         head = self.causal_lm.get_output_embeddings().parameters()
         self.fp32_gradients = {weight for weight in head if weight.requires_grad and tokens > self.chunk_rows}
-
-    # whether its attention is ours (model/attention.py), which can keep packed documents apart
-    attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 
     def forward(
         self, input_ids_BS: Tensor, labels_BS: Tensor | None, position_ids_BS: Tensor | None = None,

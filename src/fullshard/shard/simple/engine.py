@@ -89,12 +89,11 @@ class SimpleShardedModel:
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
         self.events: list[dict[str, Any]] | None = None
-        self._device = device = device_of(mesh)
+        self._device, self.num_ranks = device_of(mesh), mesh.size(-1)
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
-        self.num_ranks = mesh.size(-1)
-        apart = tuple(map(tuple, mesh.mesh.view(-1, mesh.size(-1)).tolist()))
-        gather = Wire(mesh.get_group(mesh.ndim - 1), device)
-        reduce = Wire(_second_group(dist.group.WORLD, apart), device)
+        apart = tuple(map(tuple, mesh.mesh.view(-1, self.num_ranks).tolist()))
+        gather = Wire(mesh.get_group(mesh.ndim - 1), self._device)
+        reduce = Wire(_second_group(dist.group.WORLD, apart), self._device)
         self._wires = Wires(gather, reduce, self._note, in_later_replica(mesh))
         self._units: list[Unit] = []
         self._groups: list[Group] = []
@@ -213,8 +212,7 @@ class SimpleShardedModel:
         numbers = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
         dist.all_gather(numbers, torch.tensor([unit.number], device=self._device), group=self._wires.gather.group)
         for rank, number in enumerate(numbers):
-            other = self._units[int(number)]
-            if other is not unit:
+            if (other := self._units[int(number)]) is not unit:
                 raise refusal("other_order", own=self._wires.gather.rank, unit=unit.name, rank=rank, other=other.name)
 
     def _note(self, what: str, unit: Unit) -> None:

@@ -26,8 +26,7 @@ class GatherBuffer:
 
     def take(self, group: Group) -> torch.Tensor:
         """The buffer for ``group``; whoever used it last must be through with it."""
-        before = self.user
-        if before is not None and before is not group:
+        if (before := self.user) not in (None, group):
             before.finish_reduce()
             assert before.phase is Phase.SHARDED, f"{before.unit.name} still uses its buffer ({before.phase.value})"
         if self.user is None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 import xxhash
 from pydantic import TypeAdapter, ValidationError
-from fullshard import run_folder
 from fullshard.errors import Blame, CheckpointError, UserError, refusal
 from fullshard.frozen import Frozen
-from fullshard.run_folder import MERGE_FACTS, list_checkpoints, newest_checkpoint, read_json, write_json
+from fullshard.run_folder import MERGE_FACTS, MERGED, list_checkpoints, newest_checkpoint, read_json, write_json
 
 FORMAT, MANIFEST, COMPLETE = 2, "manifest.json", "complete"
 MARK = '{{\n  "{}": "{}"\n}}\n'  # what COMPLETE holds, written last: the manifest's name and hash
@@ -115,7 +114,7 @@ class Verification(Frozen):
 def verify(path: str | Path) -> Verification:
     """Read every byte of a run's checkpoints and merged folder, or of one such folder. ConfigError: it is neither."""
     path, found = Path(path), []
-    inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / run_folder.MERGED]
+    inside = [folder for _, folder in list_checkpoints(path)] + [*path.glob("before_step_*"), path / MERGED]
     is_one = any(os.path.exists(path / name) for name in (MANIFEST, COMPLETE, MERGE_FACTS))
     if not (folders := [path] if is_one else [folder for folder in inside if folder.is_dir()]):
         raise refusal("not_verifiable", path=path)

@@ -37,9 +37,8 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(
-        self, step: int, sharded: ShardedModel, moments: Moments, facts: dict[str, Any],
-        extra: dict[str, dict[str, torch.Tensor] | str], beside: bool = False,
-    ) -> Path:  # fmt: skip
+        self, step: int, sharded: ShardedModel, moments: Moments, facts: Facts, extra: Facts, beside: bool = False
+    ) -> Path:
         """Start the checkpoint of ``step``; the folder that it gets. ``facts``: of the manifest; ``extra``: rank 0's
         files by name, tensors or text. ``beside``: from a copy in host memory, while the caller goes on. Collective."""
         self.wait()
@@ -146,10 +145,9 @@ def _trained_ranges(sharded: ShardedModel, moments: Moments) -> Iterator[tuple[s
 
 
 class OwnCheckpoint:
-    """A checkpoint folder: ranges of its tensors (memory maps), its trained ``weights``, and the proof beside them."""
+    """A checkpoint folder: its tensors (memory maps), trained ``weights`` and proof. CheckpointError: not whole."""
 
     def __init__(self, folder: Path) -> None:
-        """Open ``folder``. Raises CheckpointError where it is incomplete or does not fit its manifest."""
         self.folder, self.manifest = folder, read_manifest(folder)
         self._stored = {(stored.name, stored.kind): stored for stored in self.manifest.tensors}
         self.weights = {name: stored for (name, kind), stored in self._stored.items() if kind == "weight"}
@@ -169,8 +167,7 @@ class OwnCheckpoint:
                 values, size = self.open_file(piece.file)[piece.key], piece.stop - piece.start
                 if (values.shape, values.dtype) != ((size,), dtype):
                     found, file = f"{list(values.shape)} of {values.dtype}", self.folder / piece.file
-                    key, kind = piece.key, stored.dtype
-                    raise refusal("piece_shape", file=file, key=key, found=found, size=size, dtype=kind)
+                    raise refusal("piece_shape", file=file, key=piece.key, found=found, size=size, dtype=stored.dtype)
                 values.read(low - piece.start, high - piece.start, out[low - start : high - start])
         return out
 

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 import psutil
-import yaml
-from fullshard.errors import PlanError, refusal
+from fullshard.errors import PlanError, read_table, refusal
 from fullshard.frozen import Frozen
 
 GIB, CONTROL_GROUP = 2**30, Path("/sys/fs/cgroup")
@@ -26,7 +25,6 @@ class Accelerator(Frozen):
     link_bytes_per_second: float  # to the devices of the same node, one way
     node_bytes_per_second: float  # of one device to other nodes, one way
     family: str  # of efficiency.yaml
-
     # as ``--devices`` takes it: 4090, 4090d, a100-40gb, 910b3
     name = property(lambda self: "-".join(self.matched).removeprefix("rtx-").removeprefix("ascend").replace("-d", "d"))
 
@@ -37,8 +35,7 @@ def _read(words: str, facts: dict) -> Accelerator:
     return Accelerator(tuple(words.split()), usable, flops, facts["reachable"], memory, link, node, facts["family"])
 
 
-FACTS = yaml.safe_load(Path(__file__).with_name("accelerators.yaml").read_text(encoding="utf-8"))
-ACCELERATORS = tuple(_read(*entry) for entry in FACTS.items())
+ACCELERATORS = tuple(_read(*entry) for entry in read_table("planning/accelerators.yaml").items())
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
@@ -49,14 +46,12 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 
 def parse_devices(text: str) -> tuple[int, Accelerator]:
     """``4x4090``, ``8xh100-sxm-80g``, ``8x910b3-64g`` -> (count, card). PlanError with nearest names if unknown."""
-    match = re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())
-    if not match:
+    if not (match := re.fullmatch(r"([1-9]\d*)x(?:(?:nvidia|rtx|ascend)-?)*(.+?)(?:-(\d+)gb?)?", text.lower())):
         raise PlanError(f"--devices {text}: a count and a card are needed.", "4x4090, 8xa800-80g or 8x910b3-64g")
     count, name, size = match.groups()
     name = re.sub(r"-(?:sxm\d?|hbm\d\w?|(d$))", r"\1", name)  # SXM is what a plain name means
     cards = {card.name: card for card in ACCELERATORS}
-    card = cards.get(f"{name}-{size}gb") or cards.get(name)
-    if card is None:
+    if (card := cards.get(f"{name}-{size}gb") or cards.get(name)) is None:
         nearest = difflib.get_close_matches(name, cards, 3, 0.4) or cards
         raise PlanError(f"--devices {text}: no facts about a card {name!r}.", f"Nearest known: {', '.join(nearest)}")
     if size and not 1 <= int(size) * GIB / card.usable_bytes <= 1.1:  # sold 80 GB, usable 79.3 GiB; sold 24, usable 22

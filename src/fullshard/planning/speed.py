@@ -2,20 +2,19 @@
 shares of efficiency.yaml; docs/planning.md has the formulas and every published run beside its prediction."""
 
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 import torch
-import yaml
 from torch.utils.benchmark import Timer
 from fullshard.device import supports_bf16
+from fullshard.errors import read_table
 from fullshard.frozen import Frozen
 from fullshard.planning.hardware import Accelerator
 from fullshard.planning.memory import LOGIT_BYTES, Job, Practice, block_bytes_per_token, own_practice
 from fullshard.planning.shape import ModelShape
 
 DEVICES_OF_A_NODE = 8  # as sold
-EFFICIENCY = yaml.safe_load(Path(__file__).with_name("efficiency.yaml").read_text(encoding="utf-8"))
+EFFICIENCY = read_table("planning/efficiency.yaml")
 
 
 class Rates(Frozen):

@@ -49,8 +49,7 @@ class TorchShardedModel:
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
         policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
         for unit in units:
-            # The group that holds the head is needed again first thing in backward: freeing it in between is waste.
-            keep = len(unit) > 1
+            keep = len(unit) > 1  # the head's, needed again first thing in backward: freeing it in between is waste
             modules, frees = unit if keep else unit[0], not keep and strategy == "full"
             fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=frees, ignored_params=whole)
             if isinstance(unit[0], nn.Embedding) and not keep:
@@ -62,10 +61,8 @@ class TorchShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
         if any(parameter.is_meta for parameter in model.parameters()):
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            model.to_empty(device=device_of(mesh))
-            for name, buffer in model.named_buffers():  # to_empty has turned them to garbage
-                buffer.detach().copy_(buffers[name])
+            device = device_of(mesh)  # as to_empty does it, which would turn buffers to garbage
+            model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
 
     def shards(self) -> list[Shard]:
         """This rank's ranges, in parameter order, tied parameters once."""
@@ -116,13 +113,11 @@ class TorchShardedModel:
         parameters = [p for name, p in self._named_parameters() if name in self._replicated and p.requires_grad]
         if not parameters or dist.get_world_size() == 1:
             return
-        # A parameter that this rank did not use still takes part, with zeros: the same collective on every rank.
-        for parameter in parameters:
+        for parameter in parameters:  # one that this rank did not use takes part with zeros: every rank has the same
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         flat = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-        parts = flat.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
+        for parameter, part in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
             parameter.grad.copy_(part.view_as(parameter))

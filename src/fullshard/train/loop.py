@@ -76,9 +76,8 @@ def run_rank(
         trainer.train(first_step)
         peak = int(ranks.maximum(trainer.peak_bytes))
         if ranks.is_first:
-            seconds, speed = time.perf_counter() - started, trainer.tokens_done / max(trainer.step_seconds, 1e-9)
-            losses = (trainer.last_loss, trainer.last_eval, first_eval)
-            result = TrainResult(run, len(steps), *losses, seconds, speed, peak)
+            seconds, rate = time.perf_counter() - started, trainer.tokens_done / max(trainer.step_seconds, 1e-9)
+            result = TrainResult(run, len(steps), trainer.last_loss, trainer.last_eval, first_eval, seconds, rate, peak)
             write_json(run / RESULT, {**asdict(result), "run": str(run)})
             log.say(log_text("trained", result, trainer.scale.skipped, trainer.planned_bytes))
         ranks.barrier()  # the result is there for whoever returns from here
@@ -107,10 +106,9 @@ class Trainer:
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale, self.last_loss, self.last_eval = LossScale(self.precision.loss_scale), float("nan"), None
-        self.tokens_done, self.step_seconds, self.peak_bytes = 0, 0.0, 0
+        self.losses, self.tokens_done, self.step_seconds, self.peak_bytes = [], 0, 0.0, 0
         self.planned_bytes, self.planned_save_bytes = (plan.get("moments", {}).get(name) for name in ("train", "save"))
         self.planned_speeds: list[float] = plan.get("tokens_per_second", [])  # of all ranks, low and high
-        self.losses: list[float] = []
         self.reach: GradientReach | None = GradientReach(self.built.loss_model.causal_lm)
         engine = choose_engine(config.engine, config.train.sharding, ranks.device.type)
         log.say(log_text("model", self.built, config.method, ranks, engine))
@@ -120,7 +118,7 @@ class Trainer:
 
     def prove_start(self) -> None:
         """Before step 1: our loss path equals the model's own logits, and the worst case fits."""
-        tokens = self._first_tokens(LOSS_CHECK_TOKENS).to(self.ranks.device)
+        tokens = torch.tensor(self.data.row(0)[0][:LOSS_CHECK_TOKENS].tolist(), device=self.ranks.device)[None]
         self.log.say(check_loss_path(self.built, tokens, self.precision))
         if self.packing:
             rows = [self.data.row(row % len(self.data))[0][: LOSS_CHECK_TOKENS // 2].tolist() for row in (0, 1)]
@@ -271,7 +269,7 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``, with the logits by which a merge is proven."""
-        tokens, model = self._first_tokens(PROOF_TOKENS), self.built.loss_model.eval()
+        tokens, model = torch.tensor(self.data.row(0)[0][:PROOF_TOKENS].tolist())[None], self.built.loss_model.eval()
         units = [module for unit in find_units(model.causal_lm) for module in unit]
         set_fast_fp32(False)  # fp32 products of the weights as they are gathered: a forward in 16 bits would blur it
         with torch.no_grad(), exchanged(model, units, lambda _, value: value.float()):
@@ -319,9 +317,6 @@ class Trainer:
     def _position(self, step: int) -> list[int]:
         epochs = [epoch for epoch, _ in self.steps[:step]]
         return [epochs[-1], epochs.count(epochs[-1])]
-
-    def _first_tokens(self, count: int) -> torch.Tensor:
-        return torch.tensor(self.data.row(0)[0][:count].tolist(), dtype=torch.long)[None]
 
     def _layout(self, window: np.ndarray) -> list[list[list[list[int]]]]:
         limit, packing = self.config.data.max_length, bool(self.packing)

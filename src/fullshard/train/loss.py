@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 from fullshard.data.pack import lay_out
 from fullshard.data.prepared import Batch, PreparedData, make_batch
@@ -23,6 +22,7 @@ class LossModel(nn.Module):
     """A causal language model whose forward returns the summed loss; engines remove ``name_prefix`` from its names."""
 
     name_prefix = "causal_lm."
+    attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 
     def __init__(self, causal_lm: nn.Module, router_loss: bool = False) -> None:
         super().__init__()
@@ -31,17 +31,13 @@ class LossModel(nn.Module):
         self.uses_own_logits = False  # set by ``check_loss_path`` where our path and the model's own differ
         config = causal_lm.config.get_text_config()
         self.chunk_rows = max(1, CHUNK_LOGIT_BYTES // (4 * config.vocab_size))
-        # between head and loss: granite and cohere scale, gemma2 and gemma3 cap
         self._factor = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._cap = getattr(config, "final_logit_softcapping", None)  # gemma2, gemma3; the factor: granite, cohere
 
     def sum_in_fp32(self, tokens: int) -> None:
         """Tell the engine which gradients are fp32 sums with up to ``tokens`` a micro-batch: the chunked head's."""
         head = self.causal_lm.get_output_embeddings().parameters()
         self.fp32_gradients = {weight for weight in head if weight.requires_grad and tokens > self.chunk_rows}
-
-    # whether its attention is ours (model/attention.py), which can keep packed documents apart
-    attends_by_document = property(lambda self: self.causal_lm.config._attn_implementation == BY_DOCUMENT)
 
     def forward(
         self, input_ids_BS: Tensor, labels_BS: Tensor | None, position_ids_BS: Tensor | None = None,
@@ -61,7 +57,7 @@ class LossModel(nn.Module):
             logits_BSV = output.logits.float()
             if labels_BS is None:
                 return logits_BSV
-            loss = functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
             return loss + self._routing_loss(output, labels_BS, real_BS) if routed else loss
         output, head = find_decoder(self.causal_lm)(**arguments), self.causal_lm.get_output_embeddings()
         hidden_BSH = output[0]

@@ -31,8 +31,7 @@ def build_optimizer(config: RunConfig, sharded: ShardedModel) -> tuple[torch.opt
     if config.train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate), {}
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
-    # The moments exist from the start: the trial step then holds all that a real step holds, and resuming only copies.
-    moments: Moments = {}
+    moments: Moments = {}  # from the start: the trial step then holds all that a real step holds, resuming only copies
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             state = {moment: torch.zeros_like(parameter, dtype=torch.float32) for moment in MOMENTS}
@@ -77,8 +76,7 @@ def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scal
     # In pieces, on a CPU such as stay in its cache: 67 M elements take 0.03 instead of 0.16 s.
     pieces = [(shard.name, shard.gradient.split(1 << (18 if ranks.device.type == "cpu" else 24))) for shard in held]
     squares = [one.float().square().sum() / sharded.replicas(name) for name, parts in pieces for one in parts]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
-    total = float(ranks.sum(total))
+    total = float(ranks.sum(torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)))
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
 

@@ -97,8 +97,7 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
     """Fill this rank's shards. ``magnitudes``: DoRA's places by module, read whole one at a time."""
     for shard in (shard for shard in sharded.shards() if shard.start < shard.stop):
         if ".lora_magnitude_vector." in shard.name:
-            place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]
-            # at first the norm of what each output reads (arXiv 2402.09353, 4), since B is zero
+            place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]  # B is 0: norms (arXiv 2402.09353, 4)
             whole = weights.read(place.parameter).view(weights.shapes[place.parameter]).float()
             whole = whole.norm(dim=0 if place.layout == "conv1d" else 1)
             values = whole[shard.start : shard.stop]
@@ -159,15 +158,14 @@ def check_packing(built: Built, rows: list[list[int]], precision: Precision, dev
 
 def recompute_blocks(causal_lm: nn.Module, recompute: bool | int) -> list[str]:
     """Recompute the first ``recompute`` blocks (True: all), inside the engine's hooks. Returns log lines."""
-    blocks, lines = find_blocks(causal_lm)[1], []
-    for module in causal_lm.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False
-            lines = ["recomputation: the model's own gradient checkpointing was on and is now off"]
+    blocks = find_blocks(causal_lm)[1]
+    own = [module for module in causal_lm.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in own:
+        module.gradient_checkpointing = False
     count = len(blocks) if recompute is True else min(int(recompute), len(blocks))
     for block in blocks[:count]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # without gradients it only calls it
-    return [*lines, f"recomputation: the first {count} of {len(blocks)} blocks"] if count else lines
+    return log_text("recomputation", own, count, len(blocks)).splitlines()
 
 
 class GradientReach:
@@ -191,8 +189,7 @@ class GradientReach:
         missing = [name for name in trained if name not in got and _owner(name) not in alive]
         if dead := [name for name in missing if _owner(name) in used]:
             raise refusal("dead_adapters", count=len(dead), first=dead[0])
-        line = f"trainable tensors that received a gradient: {len(trained) - len(missing)} of {len(trained)}"
-        return f"{line}; the first that this step did not use: {missing[0]}" if missing else line
+        return log_text("reach", trained, missing)
 
 
 def _owner(name: str) -> str:

@@ -38,8 +38,7 @@ class Schedule:
     def __init__(self, prefetch: int, agree: Callable[[Unit], None]) -> None:
         self._prefetch, self._agree = prefetch, agree
         self.order: list[Unit] = []
-        self._is_known = False
-        self._place = self._place_back = 0
+        self._is_known, self._place, self._place_back = False, 0, 0
 
     def begin(self) -> None:
         """A forward begins."""
@@ -80,11 +79,9 @@ def _second_group(world: Any, ranks: tuple[tuple[int, ...], ...]) -> dist.Proces
 
 
 class SimpleShardedModel:
-    """A ``ShardedModel`` over flat buffers. ``mesh``: one dimension; or two, of which the first replicates (HSDP).
-
-    ``strategy`` is that of the blocks (see Unit). ``reduce_each``: reduce the gradients of each micro-batch, instead of
-    keeping whole fp32 sums until the last one. ``events``: set it to a list, and what happens is noted in it: free, and
-    beginning and end of gather, forward, backward, reduce and optimizer."""
+    """A ``ShardedModel`` over flat buffers: ``shard_model`` says what it takes, ``Unit`` what a ``strategy`` is. Unless
+    ``reduce_each``, whole fp32 sums of gradients are kept until the last micro-batch. ``events``: set it to a list, and
+    what happens is noted in it: free, and beginning and end of gather, forward, backward, reduce and optimizer."""
 
     def __init__(
         self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], mesh: DeviceMesh,
@@ -92,12 +89,11 @@ class SimpleShardedModel:
     ) -> None:  # fmt: skip
         self.module, self._reduce_each = model, reduce_each
         self.events: list[dict[str, Any]] | None = None
-        self._device = device = device_of(mesh)
+        self._device, self.num_ranks = device_of(mesh), mesh.size(-1)
         self._replica_group, self._num_replicas = (None, 1) if mesh.ndim == 1 else (mesh.get_group(0), mesh.size(0))
-        self.num_ranks = mesh.size(-1)
-        apart = tuple(map(tuple, mesh.mesh.view(-1, mesh.size(-1)).tolist()))
-        gather = Wire(mesh.get_group(mesh.ndim - 1), device)
-        reduce = Wire(_second_group(dist.group.WORLD, apart), device)
+        apart = tuple(map(tuple, mesh.mesh.view(-1, self.num_ranks).tolist()))
+        gather = Wire(mesh.get_group(mesh.ndim - 1), self._device)
+        reduce = Wire(_second_group(dist.group.WORLD, apart), self._device)
         self._wires = Wires(gather, reduce, self._note, in_later_replica(mesh))
         self._units: list[Unit] = []
         self._groups: list[Group] = []
@@ -105,14 +101,13 @@ class SimpleShardedModel:
         self._schedule = Schedule(PREFETCH, self._agree)
         self._pending: list[Group] = []
         self._last, self._in_backward = True, False
-        self._build(model, units, replicated, precision, strategy)
+        self._build(units, replicated, precision, strategy)
 
     def _build(
-        self, model: nn.Module, units: list[list[nn.Module]], replicated: set[nn.Parameter], precision: Precision,
-        strategy: str,
-    ) -> None:  # fmt: skip
+        self, units: list[list[nn.Module]], replicated: set[nn.Parameter], precision: Precision, strategy: str
+    ) -> None:
         """Move every parameter into a group of its unit, and hang the hooks on the units' modules."""
-        prefix = getattr(model, "name_prefix", "")
+        model, prefix = self.module, getattr(self.module, "name_prefix", "")
         path = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
         names = {parameter: name.removeprefix(prefix) for name, parameter in model.named_parameters()}
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
@@ -120,6 +115,8 @@ class SimpleShardedModel:
         for module in path:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 owners[parameter].append((module, name))
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                module._buffers[name] = buffer.to(self._device)
         for number, modules in enumerate(units):  # [final norm, head] is kept: needed first thing in backward
             name, kept = " + ".join(path[module] for module in modules), len(modules) > 1
             self._units.append(Unit(name, number, "keep" if kept else strategy, modules))
@@ -137,15 +134,14 @@ class SimpleShardedModel:
             if parameter in getattr(model, "fp32_gradients", ()):
                 wire_dtypes[number] = torch.float32
             content.setdefault((number, parameter.requires_grad, parameter.dtype, compute), []).append(parameter)
+        kinds = [type(unit.modules[0]) for unit in self._units if unit.strategy == "full"]
         slots: dict[str, tuple[Group, int]] = {}
         rings: dict[tuple[int, torch.dtype, bool], list[GatherBuffer]] = {}
         for (number, trainable, dtype, compute), parameters in sorted(content.items(), key=lambda item: item[0][0]):
             unit = self._units[number]
             layout = lay_out_group([(names[p], tuple(p.shape)) for p in parameters], self.num_ranks)
-            kind = type(unit.modules[0]) if unit.modules else None
-            alike = sum(len(modules) == 1 and type(modules[0]) is kind for modules in units)
             # Blocks of equal size and dtype use BUFFERS in turn, the first in the ring is next; others have their own.
-            shared = unit.strategy == "full" and alike > 1
+            shared = unit.strategy == "full" and kinds.count(type(unit.modules[0])) > 1
             ring = rings.setdefault((layout.total_elements, compute, trainable), []) if shared else []
             if len(ring) == BUFFERS:
                 ring.append(ring.pop(0))
@@ -161,10 +157,6 @@ class SimpleShardedModel:
                 for module, name in owners[parameter]:
                     module._parameters[name] = group.parameters[place]
         self._slots = [slots[name] for name in names.values()]
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self._device)
         for unit in self._units:
             unit.needs_values_in_backward = not all(isinstance(module, nn.Embedding) for module in unit.modules)
             for module in unit.modules:
@@ -220,8 +212,7 @@ class SimpleShardedModel:
         numbers = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
         dist.all_gather(numbers, torch.tensor([unit.number], device=self._device), group=self._wires.gather.group)
         for rank, number in enumerate(numbers):
-            other = self._units[int(number)]
-            if other is not unit:
+            if (other := self._units[int(number)]) is not unit:
                 raise refusal("other_order", own=self._wires.gather.rank, unit=unit.name, rank=rank, other=other.name)
 
     def _note(self, what: str, unit: Unit) -> None:
@@ -253,7 +244,7 @@ class SimpleShardedModel:
             self._adapters.gather()
         else:
             self._schedule.enter(unit)
-        self._gather(unit, self._schedule.coming())
+        unit.gather(self._schedule.coming())
         self._note("forward", unit)
         values, spec = tree_flatten((args, kwargs))
         marked = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -278,12 +269,6 @@ class SimpleShardedModel:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(self._before_backward, unit))
 
-    def _gather(self, unit: Unit, coming: list[Unit]) -> None:
-        """Gather ``unit``, wait for it, and begin to gather those that come next."""
-        unit.gather()
-        for other in coming:
-            other.start_gather()
-
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         if not self._in_backward:
             if unit is not self._root:  # a backward inside the forward, of a loss in chunks
@@ -293,7 +278,7 @@ class SimpleShardedModel:
                 other.finished = False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         coming = [other for other in self._schedule.coming_back(unit) if other.needs_values_in_backward]
-        self._gather(unit, coming) if unit.needs_values_in_backward else None
+        unit.gather(coming) if unit.needs_values_in_backward else None
         self._note("backward", unit)
 
     def _after_backward(self, unit: Unit) -> None:

@@ -8,33 +8,28 @@
 The cuts know nothing of parameters: a rank's share of a parameter is one contiguous range of its row-major elements,
 perhaps empty. S is a multiple of 256 elements, so the padding is less than 256 elements a rank. Pure arithmetic."""
 
-from dataclasses import dataclass
 from math import prod
+from fullshard.frozen import Frozen
 
 ALIGNMENT = 256  # elements; block-wise optimizer states can be cut at rank borders later
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(Frozen):
     """One parameter's place in the flat buffer: elements [offset, offset + size)."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
-
     size = property(lambda self: prod(self.shape))  # number of elements
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Frozen):
     """The slots of a group and the equal ranges of its ranks."""
 
     slots: tuple[Slot, ...]
     num_ranks: int
     shard_elements: int  # S
-
-    # P: elements of the gathered buffer, padding included
-    total_elements = property(lambda self: self.shard_elements * self.num_ranks)
+    total_elements = property(lambda self: self.shard_elements * self.num_ranks)  # P, padding included
 
     def own_range(self, slot: Slot, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the flattened parameter that ``rank`` holds; start == stop where none."""

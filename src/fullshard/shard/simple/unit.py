@@ -1,11 +1,10 @@
 """A unit (modules gathered, computed and freed together) and its groups (parameters of one kind in one flat buffer).
-
 A few buffers are used by the blocks in turn, so that their size is a formula. A group always uses the same one, and its
 parameters are views of it for ever: what autograd has saved for backward stays right, since the buffer is filled with
 the same values again before."""
 
 from __future__ import annotations
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 import torch
@@ -27,10 +26,8 @@ class GatherBuffer:
 
     def take(self, group: Group) -> torch.Tensor:
         """The buffer for ``group``; whoever used it last must be through with it."""
-        before = self.user
-        if before is not None and before is not group:
-            if before.phase is Phase.REDUCING:
-                before.finish_reduce()
+        if (before := self.user) not in (None, group):
+            before.finish_reduce()
             assert before.phase is Phase.SHARDED, f"{before.unit.name} still uses its buffer ({before.phase.value})"
         if self.user is None:
             self._last = self.users[-1] if group is self.users[0] else self.users[0]
@@ -73,7 +70,6 @@ ALLOWED = {  # and what is then noted
 
 class Group:
     """Parameters of one unit that are alike: trained or frozen, one dtype at rest, one in compute.
-
     ``shard_S`` is this rank's range at rest; ``parameters`` are what the modules compute with: views of the buffer.
     ``shards`` are views of ``shard_S``, one a parameter: the optimizer's tensors."""
 
@@ -112,16 +108,13 @@ class Group:
         for what in ALLOWED[before, new]:
             self._wires.note(what, self.unit)
 
-    def _pieces(self, flat_P: torch.Tensor) -> torch.Tensor:
-        return flat_P.view(self.layout.num_ranks, self.layout.shard_elements)
-
     @torch.no_grad()
     def start_gather(self) -> None:
         """Begin to fill the buffer, unless that has begun."""
-        if self.phase is Phase.REDUCING:
-            self.finish_reduce()
+        self.finish_reduce()
         if self.phase is Phase.SHARDED:
-            self._transfer = self._wires.gather.gather(self._pieces(self.buffer.take(self)), self.shard_S)
+            pieces_WS = self.buffer.take(self).view(self.layout.num_ranks, -1)
+            self._transfer = self._wires.gather.gather(pieces_WS, self.shard_S)
             self.enter(Phase.GATHERING)
 
     def gather(self) -> None:
@@ -159,7 +152,7 @@ class Group:
             flat_P, self.accumulated_P = self.accumulated_P, None
         else:
             flat_P = self._pack()
-        self._sent_WS = self._pieces(flat_P)
+        self._sent_WS = flat_P.view(self.layout.num_ranks, -1)
         self._transfer = self._wires.reduce.reduce(self._sent_WS)
         self.enter(Phase.REDUCING)
 
@@ -184,7 +177,7 @@ class Group:
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
-        """Wait for the other ranks' parts and add them up; the buffer is free afterwards."""
+        """If it is reducing: wait for the other ranks' parts and add them up; the buffer is free afterwards."""
         if self.phase is not Phase.REDUCING:
             return
         total_S = self._wires.reduce.total(self._transfer, self._sent_WS)
@@ -249,11 +242,13 @@ class Unit:
         for group in self.groups:
             group.start_gather()
 
-    def gather(self) -> None:
-        """Gather all groups and wait."""
+    def gather(self, coming: Sequence[Unit] = ()) -> None:
+        """Gather all groups and wait; then begin to gather those of the units that come next."""
         self.start_gather()
         for group in self.groups:
             group.gather()
+        for unit in coming:
+            unit.start_gather()
 
     def free(self) -> None:
         """Forget the gathered values of all groups."""

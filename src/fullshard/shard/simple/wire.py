@@ -1,5 +1,4 @@
 """How shards travel: all-gather and reduce-scatter of one flat buffer of W equal pieces of S elements.
-
 On CPU (gloo) each rank exchanges pieces with each other one directly: gloo's own all-gather takes twice the time, and
 its reduce-scatter is an all-reduce of twice the bytes. Sums are made here, in fp32 and in rank order, so that they have
 the same bits whenever they are repeated, also where 16-bit values travel. On accelerators NCCL's or HCCL's collectives

@@ -60,7 +60,7 @@ def _command(verb: Callable[..., Iterator[Any]], takes: str, name: str) -> Calla
     def run(**given: Any) -> None:
         as_json = given.pop("json_output", given.get("quiet", False))
         said = verb(**{key: value for key, value in given.items() if key not in ("debug", "schema", "version")})
-        if (result := next(said, None)) is not None and resolve_name("fullshard.launch:SPEAKS"):
+        if (result := next(said, None)) is not None and resolve_name("fullshard.launch:speaks")():
             for part in [_json_text(result)] if as_json else said:
                 print(part) if isinstance(part, str) else resolve_name("rich.console:Console")().print(part)
             if not getattr(result, "healthy", True):

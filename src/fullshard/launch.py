@@ -33,8 +33,12 @@ Recipe, Place, Count = RunConfig | str | Path, str | Path, int | None
 MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
 PROBE_STEPS = 4
-SPEAKS = os.environ.get("RANK", "0") == "0"  # whether this process prints: under torchrun the first rank only
 ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM ends at once
+
+
+def speaks() -> bool:
+    """Whether this process prints: under torchrun the first rank only."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def train_run(recipe: Recipe, overrides: Sequence[str] = (), ranks: int | None = None, quiet: bool = False) -> Any:

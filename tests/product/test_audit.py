@@ -133,12 +133,12 @@ def test_in_chinese_and_where_the_page_is_asked_for(job, capsys):
 
 
 @pytest.mark.parametrize("options", [[], ["--audit"]])
-def test_the_rows_done_are_said_while_it_works(job, capsys, monkeypatch, options):
-    """Both commands say them on a terminal; in a file there is no such line (test_json_is_only_json)."""
+def test_a_bar_shows_the_rows_done(job, capsys, monkeypatch, options):
+    """Both commands show it on a terminal; in a file there is no such line (test_json_is_only_json)."""
     said = []
-    monkeypatch.setattr("rich.status.Status.update", lambda status, text: said.append(text))
+    monkeypatch.setattr("rich.progress.Progress.update", lambda bar, task, **values: said.append(values))
     run(capsys, "prepare", "recipe.yaml", *options)
-    assert said == ["preparing rows: eval 3", "preparing rows: train 11"]
+    assert said == [{"total": 14, "completed": 14}]
 
 
 def test_json_is_only_json(job, capsys):

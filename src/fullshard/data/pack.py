@@ -68,10 +68,11 @@ def lay_out(
         return cells
 
     if unit == "rows":
-        turn = 2 * (-(-len(sequences) // (count * num_ranks)) * num_ranks or 1)  # over all cells, there and back
+        turn = 2 * (-(-len(sequences) // (count * num_ranks)) * num_ranks or 1)  # uneven packed ones are dealt: to, fro
         dealt = [sequences[cell::turn] + sequences[turn - 1 - cell :: turn] for cell in range(turn // 2)]
         near = [[sequences[place] for place in part] for part in np.array_split(np.arange(len(sequences)), turn // 2)]
-        cells = [cell for cell in (dealt if packing else near) if cell]  # dealt: even tokens; near ones: few pads
+        deals = packing and min(sizes.values(), default=longest) < 0.9 * longest
+        cells = [cell for cell in (dealt if deals else near) if cell]
     else:  # the smallest area that needs no more cells
         allowed, least = -(-len(cut(count)) // num_ranks) * num_ranks, min(longest, count)
         cells = cut(bisect_left(range(count), True, least, key=lambda area: len(cut(area)) <= allowed))

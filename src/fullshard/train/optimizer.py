@@ -73,9 +73,9 @@ def gradient_norm(sharded: ShardedModel, shards: list[Shard], ranks: Ranks, scal
     held = [shard for shard in shards if shard.gradient is not None and shard.gradient.numel()]
     for shard in held if scale != 1 else ():
         shard.gradient.div_(scale)
-    # In pieces, on a CPU such as stay in its cache: 67 M elements take 0.03 instead of 0.16 s.
-    pieces = [(shard.name, shard.gradient.split(1 << (18 if ranks.device.type == "cpu" else 24))) for shard in held]
-    squares = [one.float().square().sum() / sharded.replicas(name) for name, parts in pieces for one in parts]
+    size = 1 << (18 if ranks.device.type == "cpu" else 24)  # elements, of which a CPU keeps the squares in its cache
+    pieces = [(shard.name, one) for shard in held for one in shard.gradient.split(size)]
+    squares = [one.float().square().sum() / sharded.replicas(name) for name, one in pieces]
     total = float(ranks.sum(torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)))
     return math.sqrt(total) if math.isfinite(total) else math.nan
 

@@ -31,7 +31,7 @@ JOB = (
     "    receive(self, done)\n"
     "    while not self._ready: receive(self, done)\n"
     "workers.Workers._receive = wait_and_receive\n"
-    "def show(split, done, total): print(split, done, flush=True) or sys.stdin.readline()\n"
+    "def show(total, done): print(total, done, flush=True) or sys.stdin.readline()\n"
     "prepared.prepare(config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), show)\n"
 )
 
@@ -144,7 +144,7 @@ class Stopped(BaseException):
 
 
 def stop_after(count: int):
-    def show(split, done, total):
+    def show(total, done):
         if done >= count:
             raise Stopped
 
@@ -191,13 +191,13 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path)
     command = [sys.executable, "-c", JOB, json.dumps(values_of(k1_folder, path)), str(tmp_path / "p")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdin is not None
-        assert job.stdout.readline() == "train 500\n"  # the journal knows one chunk
+        assert job.stdout.readline() == "6000 500\n"  # the journal knows one chunk
         job.stdin.write("\n")
         job.stdin.flush()
-        assert job.stdout.readline() == "train 1000\n"
+        assert job.stdout.readline() == "6000 1000\n"
         job.stdin.write("\n")
         job.stdin.flush()
-        assert job.stdout.readline() == "train 1500\n"  # made by a worker
+        assert job.stdout.readline() == "6000 1500\n"  # made by a worker
         children = psutil.Process(job.pid).children(recursive=True)
         job.kill()
     assert children
@@ -217,7 +217,7 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path)
 def test_a_killed_worker_is_said_and_its_rows_are_not_lost(k1_folder, tmp_path, waits_for_workers, new_children):
     config = recipe(k1_folder, write_pairs(tmp_path / "a.jsonl", 5000))
 
-    def kill_one(split, done, total):
+    def kill_one(total, done):
         if done == 1000:
             os.kill(new_children()[-1].pid, signal.SIGKILL)
 

@@ -17,8 +17,6 @@ from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_blocks, find_decoder, is_adapter
 from fullshard.train.precision import Precision
 
-OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # attributes in which alike blocks differ
-
 
 class Kept(Frozen):
     """Bytes kept for backward, linear in the rows: ``fixed`` + ``row`` x rows of the traced length."""
@@ -109,6 +107,7 @@ def _kind_of(block: nn.Module) -> str:
     found: list[Any] = []
     for module in block.modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-        shapes = [weight.shape for weight in module.parameters(recurse=False)]
-        found.append((type(module), [item for item in plain.items() if item[0] not in OWN_NUMBER], shapes))
+        for own in ("layer_idx", "layer_id", "layer_number"):  # in which alike blocks differ
+            plain.pop(own, None)
+        found.append((type(module), plain, [weight.shape for weight in module.parameters(recurse=False)]))
     return repr(found)

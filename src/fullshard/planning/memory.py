@@ -1,9 +1,6 @@
 """Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
 
-Activations of our own runs are traced (activations.py). Of others' runs, and where a model cannot be traced, one block
-keeps per token with fused attention (c bytes of compute, h width, a heads x head size, f MLP width, n features of all
-norms, m ModelShape.mlp_copies): c (2h + n + 4a + mf) + 4n, without 4n for LayerNorm; eager: 12 x heads x longest more.
-"""
+Activations of our own runs are traced (activations.py); of others', and where a model cannot be traced, by formula."""
 
 import math
 from fullshard.frozen import Frozen
@@ -43,7 +40,6 @@ class Job(Frozen):
     adapted_outputs: int = 0  # output features of a block's layers under LoRA
     engine: str = "simple"
     trace: Trace | None = None  # of the model's blocks; None: by formula
-
     compute_bytes = property(lambda self: precision_of(self.precision).compute.itemsize)  # of a number in products
 
     def recomputed(self, num_blocks: int) -> int:
@@ -92,11 +88,10 @@ class Line(Frozen):
 
 
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int) -> int:
-    """Bytes that one block keeps for backward, per token, by the module's formula."""
-    features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
-    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
-    total += 0 if shape.fused_norms else 4 * shape.norm_width
-    return total + (12 * shape.num_heads * longest if shape.eager_attention else 0)
+    """Bytes that one block keeps for backward, per token; eager attention: also the scores with ``longest`` keys."""
+    mlp, norms = shape.mlp_copies * shape.intermediate_size, 0 if shape.fused_norms else 4 * shape.norm_width
+    scores = 12 * shape.num_heads * longest if shape.eager_attention else 0
+    return compute_bytes * (2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width + mlp) + norms + scores
 
 
 def largest_unit(shape: ModelShape) -> int:
@@ -173,7 +168,7 @@ def _heap_lines(blocks: list[Line], job: Job, num_blocks: int, gradients: int) -
 
 
 def trace_by_formula(shape: ModelShape, job: Job, does: Practice) -> Trace:
-    """What the module's formula says of the blocks, in the form of a trace; around them is a mask of rows x rows."""
+    """What ``block_bytes_per_token`` says of the blocks, as a trace; around them is a mask of rows x rows."""
     each = job.longest * (block_bytes_per_token(shape, job.compute_bytes, job.longest) + does.extra)
     mask = (1 + job.compute_bytes) * does.mask * job.longest**2
     again = Kept(each + job.longest * (does.passing - does.selected))
@@ -181,8 +176,8 @@ def trace_by_formula(shape: ModelShape, job: Job, does: Practice) -> Trace:
 
 
 def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
-    tokens, again, trace = job.micro_tokens, job.recomputed(shape.num_layers), job.trace
-    trace = trace or trace_by_formula(shape, job, does)
+    tokens, again = job.micro_tokens, job.recomputed(shape.num_layers)
+    trace = job.trace or trace_by_formula(shape, job, does)
     largest = max(trace.again[:again], key=lambda block: block.row + block.fixed, default=Kept())
     inputs = job.compute_bytes * shape.hidden_size + does.selected
     chunk = CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) if does.positions is None else does.positions or tokens

@@ -58,7 +58,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     settings, blocks = model.config.get_text_config(), list(find_blocks(model)[1])
     block_sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     parameters = dict(model.named_parameters())  # tied weights appear once
-    total, table = sum(weight.numel() for weight in parameters.values()), model.get_input_embeddings().weight
+    sizes, table = [weight.numel() for weight in parameters.values()], model.get_input_embeddings().weight
     positions = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
     tables = [weight for name, weight in parameters.items() if weight is table or name.endswith(positions)]
     embeddings = sum(weight.numel() for weight in tables if weight.dim() == 2)
@@ -68,18 +68,16 @@ def shape_of(model: nn.Module) -> ModelShape:
     head_dim = _first(settings, "head_dim") or settings.hidden_size // heads
     key_heads = _first(settings, "num_key_value_heads") or heads
     return ModelShape(
-        parameters=total, num_layers=len(blocks), block=max(block_sizes), blocks=sum(block_sizes),
-        embedding=embeddings, head=total - sum(block_sizes) - embeddings, tied=is_tied(model),
-        active_block_matrices=sum(_active_matrices(block, settings) for block in blocks),
-        head_matrix=head_matrix, vocab_size=head_matrix // settings.hidden_size, hidden_size=settings.hidden_size,
-        attention_width=heads * head_dim, key_value_width=key_heads * head_dim, num_heads=heads,
-        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1),
-        mlp_copies=_mlp_copies(blocks[0], settings),
+        parameters=sum(sizes), num_layers=len(blocks), block=max(block_sizes), blocks=sum(block_sizes),
+        active_block_matrices=sum(_active_matrices(block, settings) for block in blocks), embedding=embeddings,
+        head=sum(sizes) - sum(block_sizes) - embeddings, mlp_copies=_mlp_copies(blocks[0], settings),
+        attention_width=heads * head_dim, key_value_width=key_heads * head_dim, hidden_size=settings.hidden_size,
+        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1), num_heads=heads,
         norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
-        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()),
+        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()), head_matrix=head_matrix,
         eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
         max_positions=_first(settings, "max_position_embeddings", "n_positions"),
-        largest_tensor=max(weight.numel() for weight in parameters.values()),
+        largest_tensor=max(sizes), vocab_size=head_matrix // settings.hidden_size, tied=is_tied(model),
     )  # fmt: skip
 
 

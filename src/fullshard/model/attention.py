@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 import torch
-from torch import nn
 from transformers import AttentionInterface
 from fullshard.device import varlen_attention
 
@@ -22,7 +21,7 @@ class Documents:
 
 
 def attend(
-    module: nn.Module, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor,
+    module: torch.nn.Module, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     documents: Documents | None = None, **unused: Any,
@@ -51,7 +50,7 @@ def attend(
                 seen = torch.ones(length, length, dtype=torch.bool, device=query_BHSD.device).tril().triu(1 - window)
             if plain:
                 fused = {"is_causal": seen is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
-                parts.append(nn.functional.scaled_dot_product_attention(*inner, attn_mask=seen, **fused))
+                parts.append(torch.nn.functional.scaled_dot_product_attention(*inner, attn_mask=seen, **fused))
             else:
                 mask = torch.zeros_like(seen, dtype=query_BHSD.dtype).masked_fill_(~seen, float("-inf"))[None, None]
                 eager = sys.modules[type(module).__module__].eager_attention_forward

@@ -1,7 +1,6 @@
 """What autograd keeps of a model's blocks for backward, traced on the family's own code with fake tensors: shapes and
 storages are real, values do not exist, so that a model of any size is traced in a second or two."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -9,7 +8,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import masking_utils
 from fullshard.device import varlen_attention
 from fullshard.frozen import Frozen
@@ -33,7 +31,7 @@ class Trace(Frozen):
     again: tuple[Kept, ...]
     around: Kept  # outside of blocks: embedding, tables and masks that blocks share, last norm
 
-    def bytes_of(self, tokens: int, parts: Sequence[Kept]) -> tuple[int, str]:
+    def bytes_of(self, tokens: int, parts: tuple[Kept, ...]) -> tuple[int, str]:
         """Bytes of ``parts`` in a micro-batch of rows of the traced length, ``tokens`` together; and the formula."""
         row, fixed = sum(part.row for part in parts), sum(part.fixed for part in parts)
         formula = f"{tokens:,} tokens x {row:,} / {self.length:,}" + f" + {fixed:,}" * bool(fixed)
@@ -95,7 +93,7 @@ def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool, varlen: 
         block.forward = partial(run, number)
     # Whether positions begin anew, so that a mask is needed, is read from their values: fake ones always do.
     known = nullcontext() if packing else patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-    with known, saved_tensors_hooks(keep, lambda tensor: tensor):
+    with known, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder(input_ids=torch.zeros(shape, dtype=torch.long, device="cpu"), use_cache=False, **given)
     for block in blocks:
         del block.forward

@@ -185,9 +185,9 @@ def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]
     logits = int(chunk * shape.vocab_size * does.logit)
     return [
         Line("block inputs", tokens * again * inputs, f"{tokens:,} tokens x {again} blocks x {inputs:,}", "backward"),
-        Line("recomputed block", *trace.bytes_of(tokens, [largest]), "block"),
+        Line("recomputed block", *trace.bytes_of(tokens, (largest,)), "block"),
         Line("activations", *trace.bytes_of(tokens, trace.blocks[again:]), "backward"),
-        Line("around the blocks", *trace.bytes_of(tokens, [trace.around]), "backward"),
+        Line("around the blocks", *trace.bytes_of(tokens, (trace.around,)), "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {does.logit:g}", "head"),
     ]
 
@@ -206,7 +206,7 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
     trace = job.trace or trace_by_formula(shape, job, own_practice(job))
-    block = max(trace.bytes_of(job.micro_tokens, [block])[0] for block in trace.blocks)
+    block = max(trace.bytes_of(job.micro_tokens, (block,))[0] for block in trace.blocks)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
     gathered = job.compute_bytes * gathered_parameters(shape)
     copies = 4 * (largest_unit(shape) + shape.tied * shape.block) * (job.compute_bytes < 4)

@@ -1,7 +1,6 @@
 """From a recipe to a plan: the largest micro-batch that fits by memory.py, recomputation only where needed."""
 
 import itertools
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -105,7 +104,7 @@ def _start(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
     mean_tokens: int | None = None, price: float | None = None, currency: str | None = None,
 ) -> tuple[int, Facts]:  # fmt: skip
-    if price is not None and not 0 < price < math.inf:
+    if price is not None and not 0 < price < float("inf"):
         raise PlanError(f"--price {price:g}: the price of a device-hour must be above 0.", "--price 12 --currency CNY")
     if currency and price is None:
         raise PlanError(f"--currency {currency} without a price.", f"--price 12 --currency {currency}")
@@ -193,8 +192,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     longest, is_lora, adapters = longest_row(config, facts), config.method == "lora", facts.adapters
     lengths = np.minimum(facts.volume.lengths, limit)
     ordered = sorted((w for _, w in windows_of_run(lengths, train)), key=lambda w: -lengths[w].sum())
-    trial = np.argsort(-lengths, kind="stable")[: len(ordered[0])]  # the rows of the trial step
-    steps = [*ordered[: TRIED["steps"]], trial]
+    steps = [*ordered[: TRIED["steps"]], np.argsort(-lengths, kind="stable")[: len(ordered[0])]]  # last: the trial's
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
     @cache
@@ -256,9 +254,8 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         fitting += [(changes, peak, allowed)] * (peak <= allowed)
         if len(fitting) == 3:
             break
-    lines = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)
-    known |= {"machine": machine, "best": best, "usable": machine.usable_bytes(num_ranks), "lines": lines}
-    return PlanError(*render("no_fit.txt", **known, fitting=fitting).split("\n", 1))
+    known |= {"machine": machine, "best": best, "usable": machine.usable_bytes(num_ranks), "fitting": fitting}
+    return PlanError(*render("no_fit.txt", **known, lines=memory_lines(facts.shape, best.job)).split("\n", 1))
 
 
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, measured: float | None = None) -> Plan:
@@ -274,7 +271,6 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     saving = {"save": choice.moments["train"] + copied} if job.on_cpu and beside else {}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
-    is_shipped = shapes.shipped_config(config.model.path) is not None
     known = {**dict(config), **vars(facts), **vars(choice), "peak": choice.peak_bytes, "usable": usable}
     return Plan(
         method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision, engine=job.engine,
@@ -289,7 +285,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
         cost=(hours[0] * price, hours[1] * price) if price else None, card="" if machine.is_here else card.name,
         explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
         checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card and job.compute_bytes < 4 else 0,
-        notes=tuple(render("notes.txt", **known, is_shipped=is_shipped).splitlines()),
+        notes=tuple(render("notes.txt", **known, is_shipped=shapes.shipped_config(config.model.path)).splitlines()),
         disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
     )  # fmt: skip
 

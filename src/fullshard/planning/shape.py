@@ -96,9 +96,8 @@ def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bo
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     adapters = {name: weight for name, weight in trained.items() if is_adapter(name)}
     outputs = sum(weight.shape[0] for name, weight in adapters.items() if ".lora_B." in name)
-    size = sum(weight.numel() for weight in adapters.values())
-    vocabulary = sum(weight.numel() for weight in trained.values()) - size
-    return AdapterShape(size, math.ceil(outputs / num_blocks), vocabulary)
+    size, whole = (sum(weight.numel() for weight in found.values()) for found in (adapters, trained))
+    return AdapterShape(size, math.ceil(outputs / num_blocks), whole - size)
 
 
 def _active_matrices(block: nn.Module, settings: Any) -> int:

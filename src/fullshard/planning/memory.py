@@ -61,7 +61,7 @@ class Practice(Frozen):
     positions: int | None = None  # logits at once; 0: all
     gradients_wait: bool = True  # from one step's first micro-batch to its end; else they grow as backward proceeds
     kept: int = 4  # of the whole gradients that wait where micro-batches are not reduced
-    extra: int = 0  # bytes a token and block that kernels keep beside, or less than, the formula of the module
+    extra: int = 0  # bytes a token and block that kernels keep beside, or less than, block_bytes_per_token
     selected: int = 0  # bytes a token and recomputed block that selective recomputation keeps beside the block's input
     mask: bool = True  # rows x rows, of packed or padded rows
     passing: int = 0  # bytes a token of gradients passing through a block in backward
@@ -110,18 +110,17 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     does = practice or own_practice(job)
     is_full, name = job.method == "full", "fp32" if does.weight >= 4 else "bf16"
 
-    def shared(cause: str, each: int, count: int, factor: str = "", when: str = "always") -> Line:
+    def shared(cause: str, each: int, count: int = size, factor: str = "", when: str = "always") -> Line:
         return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
     process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
-        lines.append(shared(f"{name} masters", does.weight, size))
-        lines.append(shared(f"{name} gradients", does.gradient, size, when=late))
-        lines.append(shared("optimizer state", does.states, size))
+        lines += [shared(f"{name} masters", does.weight), shared(f"{name} gradients", does.gradient, when=late)]
+        lines.append(shared("optimizer state", does.states))
     else:
         each, held = does.weight + does.gradient + does.states, f"({does.weight} + {does.gradient} + {does.states})"
-        lines.append(shared("frozen base", does.frozen, size))
+        lines.append(shared("frozen base", does.frozen))
         lines.append(Line("adapters", each * adapters, f"{held} x {adapters:,}, on every rank", "always"))
         lines.append(shared("vocabulary", each, vocabulary, held))
     gathered = size if job.gathers_all else gathered_parameters(shape)

@@ -168,9 +168,8 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
         raise ConfigError(f"train.precision={asked}: this accelerator has no bf16.", "Set train.precision=fp16 or fp32")
     if asked == "tf32" and machine.is_here:
         require_tf32()
-    if asked != "auto":
-        return asked
-    return "bf16" if rates.bf16 > (1.2 * rates.fp32 if machine.kind == "cpu" else 0) else "fp32"
+    fastest = "bf16" if rates.bf16 > (1.2 * rates.fp32 if machine.kind == "cpu" else 0) else "fp32"
+    return fastest if asked == "auto" else asked
 
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:

@@ -5,8 +5,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 import torch
-import torch.nn.functional as functional
-from torch import nn
 from transformers import AttentionInterface
 from fullshard.device import varlen_attention
 
@@ -23,7 +21,7 @@ class Documents:
 
 
 def attend(
-    module: nn.Module, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor,
+    module: torch.nn.Module, query_BHSD: torch.Tensor, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     documents: Documents | None = None, **unused: Any,
@@ -52,13 +50,12 @@ def attend(
                 seen = torch.ones(length, length, dtype=torch.bool, device=query_BHSD.device).tril().triu(1 - window)
             if plain:
                 fused = {"is_causal": seen is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": True}
-                part = functional.scaled_dot_product_attention(*inner, attn_mask=seen, **fused)
+                parts.append(torch.nn.functional.scaled_dot_product_attention(*inner, attn_mask=seen, **fused))
             else:
                 mask = torch.zeros_like(seen, dtype=query_BHSD.dtype).masked_fill_(~seen, float("-inf"))[None, None]
                 eager = sys.modules[type(module).__module__].eager_attention_forward
                 settings = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
-                part = eager(module, *inner, mask, **settings)[0].transpose(1, 2)
-            parts.append(part)
+                parts.append(eager(module, *inner, mask, **settings)[0].transpose(1, 2))
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     return (rows[0] if batch == 1 else torch.cat(rows)).transpose(1, 2).contiguous(), None
 

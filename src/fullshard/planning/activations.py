@@ -1,7 +1,6 @@
 """What autograd keeps of a model's blocks for backward, traced on the family's own code with fake tensors: shapes and
 storages are real, values do not exist, so that a model of any size is traced in a second or two."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -9,15 +8,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import masking_utils
 from fullshard.device import varlen_attention
 from fullshard.frozen import Frozen
 from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.blocks import find_blocks, find_decoder, is_adapter
 from fullshard.train.precision import Precision
-
-OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # attributes in which alike blocks differ
 
 
 class Kept(Frozen):
@@ -35,7 +31,7 @@ class Trace(Frozen):
     again: tuple[Kept, ...]
     around: Kept  # outside of blocks: embedding, tables and masks that blocks share, last norm
 
-    def bytes_of(self, tokens: int, parts: Sequence[Kept]) -> tuple[int, str]:
+    def bytes_of(self, tokens: int, parts: tuple[Kept, ...]) -> tuple[int, str]:
         """Bytes of ``parts`` in a micro-batch of rows of the traced length, ``tokens`` together; and the formula."""
         row, fixed = sum(part.row for part in parts), sum(part.fixed for part in parts)
         formula = f"{tokens:,} tokens x {row:,} / {self.length:,}" + f" + {fixed:,}" * bool(fixed)
@@ -97,7 +93,7 @@ def kept_bytes(model: nn.Module, length: int, rows: int, packing: bool, varlen: 
         block.forward = partial(run, number)
     # Whether positions begin anew, so that a mask is needed, is read from their values: fake ones always do.
     known = nullcontext() if packing else patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-    with known, saved_tensors_hooks(keep, lambda tensor: tensor):
+    with known, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder(input_ids=torch.zeros(shape, dtype=torch.long, device="cpu"), use_cache=False, **given)
     for block in blocks:
         del block.forward
@@ -109,6 +105,7 @@ def _kind_of(block: nn.Module) -> str:
     found: list[Any] = []
     for module in block.modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-        shapes = [weight.shape for weight in module.parameters(recurse=False)]
-        found.append((type(module), [item for item in plain.items() if item[0] not in OWN_NUMBER], shapes))
+        for own in ("layer_idx", "layer_id", "layer_number"):  # in which alike blocks differ
+            plain.pop(own, None)
+        found.append((type(module), plain, [weight.shape for weight in module.parameters(recurse=False)]))
     return repr(found)

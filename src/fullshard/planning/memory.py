@@ -1,9 +1,6 @@
 """Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
 
-Activations of our own runs are traced (activations.py). Of others' runs, and where a model cannot be traced, one block
-keeps per token with fused attention (c bytes of compute, h width, a heads x head size, f MLP width, n features of all
-norms, m ModelShape.mlp_copies): c (2h + n + 4a + mf) + 4n, without 4n for LayerNorm; eager: 12 x heads x longest more.
-"""
+Activations of our own runs are traced (activations.py); of others', and where a model cannot be traced, by formula."""
 
 import math
 from fullshard.frozen import Frozen
@@ -43,7 +40,6 @@ class Job(Frozen):
     adapted_outputs: int = 0  # output features of a block's layers under LoRA
     engine: str = "simple"
     trace: Trace | None = None  # of the model's blocks; None: by formula
-
     compute_bytes = property(lambda self: precision_of(self.precision).compute.itemsize)  # of a number in products
 
     def recomputed(self, num_blocks: int) -> int:
@@ -65,7 +61,7 @@ class Practice(Frozen):
     positions: int | None = None  # logits at once; 0: all
     gradients_wait: bool = True  # from one step's first micro-batch to its end; else they grow as backward proceeds
     kept: int = 4  # of the whole gradients that wait where micro-batches are not reduced
-    extra: int = 0  # bytes a token and block that kernels keep beside, or less than, the formula of the module
+    extra: int = 0  # bytes a token and block that kernels keep beside, or less than, block_bytes_per_token
     selected: int = 0  # bytes a token and recomputed block that selective recomputation keeps beside the block's input
     mask: bool = True  # rows x rows, of packed or padded rows
     passing: int = 0  # bytes a token of gradients passing through a block in backward
@@ -92,11 +88,10 @@ class Line(Frozen):
 
 
 def block_bytes_per_token(shape: ModelShape, compute_bytes: int, longest: int) -> int:
-    """Bytes that one block keeps for backward, per token, by the module's formula."""
-    features = 2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width
-    total = compute_bytes * (features + shape.mlp_copies * shape.intermediate_size)
-    total += 0 if shape.fused_norms else 4 * shape.norm_width
-    return total + (12 * shape.num_heads * longest if shape.eager_attention else 0)
+    """Bytes that one block keeps for backward, per token; eager attention: also the scores with ``longest`` keys."""
+    mlp, norms = shape.mlp_copies * shape.intermediate_size, 0 if shape.fused_norms else 4 * shape.norm_width
+    scores = 12 * shape.num_heads * longest if shape.eager_attention else 0
+    return compute_bytes * (2 * shape.hidden_size + shape.norm_width + 4 * shape.attention_width + mlp) + norms + scores
 
 
 def largest_unit(shape: ModelShape) -> int:
@@ -115,18 +110,17 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     does = practice or own_practice(job)
     is_full, name = job.method == "full", "fp32" if does.weight >= 4 else "bf16"
 
-    def shared(cause: str, each: int, count: int, factor: str = "", when: str = "always") -> Line:
+    def shared(cause: str, each: int, count: int = size, factor: str = "", when: str = "always") -> Line:
         return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
     process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
-        lines.append(shared(f"{name} masters", does.weight, size))
-        lines.append(shared(f"{name} gradients", does.gradient, size, when=late))
-        lines.append(shared("optimizer state", does.states, size))
+        lines += [shared(f"{name} masters", does.weight), shared(f"{name} gradients", does.gradient, when=late)]
+        lines.append(shared("optimizer state", does.states))
     else:
         each, held = does.weight + does.gradient + does.states, f"({does.weight} + {does.gradient} + {does.states})"
-        lines.append(shared("frozen base", does.frozen, size))
+        lines.append(shared("frozen base", does.frozen))
         lines.append(Line("adapters", each * adapters, f"{held} x {adapters:,}, on every rank", "always"))
         lines.append(shared("vocabulary", each, vocabulary, held))
     gathered = size if job.gathers_all else gathered_parameters(shape)
@@ -173,7 +167,7 @@ def _heap_lines(blocks: list[Line], job: Job, num_blocks: int, gradients: int) -
 
 
 def trace_by_formula(shape: ModelShape, job: Job, does: Practice) -> Trace:
-    """What the module's formula says of the blocks, in the form of a trace; around them is a mask of rows x rows."""
+    """What ``block_bytes_per_token`` says of the blocks, as a trace; around them is a mask of rows x rows."""
     each = job.longest * (block_bytes_per_token(shape, job.compute_bytes, job.longest) + does.extra)
     mask = (1 + job.compute_bytes) * does.mask * job.longest**2
     again = Kept(each + job.longest * (does.passing - does.selected))
@@ -181,8 +175,8 @@ def trace_by_formula(shape: ModelShape, job: Job, does: Practice) -> Trace:
 
 
 def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]:
-    tokens, again, trace = job.micro_tokens, job.recomputed(shape.num_layers), job.trace
-    trace = trace or trace_by_formula(shape, job, does)
+    tokens, again = job.micro_tokens, job.recomputed(shape.num_layers)
+    trace = job.trace or trace_by_formula(shape, job, does)
     largest = max(trace.again[:again], key=lambda block: block.row + block.fixed, default=Kept())
     inputs = job.compute_bytes * shape.hidden_size + does.selected
     chunk = CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) if does.positions is None else does.positions or tokens
@@ -190,9 +184,9 @@ def _activation_lines(shape: ModelShape, job: Job, does: Practice) -> list[Line]
     logits = int(chunk * shape.vocab_size * does.logit)
     return [
         Line("block inputs", tokens * again * inputs, f"{tokens:,} tokens x {again} blocks x {inputs:,}", "backward"),
-        Line("recomputed block", *trace.bytes_of(tokens, [largest]), "block"),
+        Line("recomputed block", *trace.bytes_of(tokens, (largest,)), "block"),
         Line("activations", *trace.bytes_of(tokens, trace.blocks[again:]), "backward"),
-        Line("around the blocks", *trace.bytes_of(tokens, [trace.around]), "backward"),
+        Line("around the blocks", *trace.bytes_of(tokens, (trace.around,)), "backward"),
         Line("logits chunk", logits, f"{chunk:,} x {shape.vocab_size:,} x {does.logit:g}", "head"),
     ]
 
@@ -211,7 +205,7 @@ def moment_peaks(shape: ModelShape, job: Job) -> dict[str, int]:
     always, baseline = _bytes_at(lines, "always"), lines[0].bytes
     stored = (mode.master if job.method == "full" else mode.compute).itemsize
     trace = job.trace or trace_by_formula(shape, job, own_practice(job))
-    block = max(trace.bytes_of(job.micro_tokens, [block])[0] for block in trace.blocks)
+    block = max(trace.bytes_of(job.micro_tokens, (block,))[0] for block in trace.blocks)
     logits = next((line.bytes for line in lines if line.cause == "logits chunk"), 0)
     gathered = job.compute_bytes * gathered_parameters(shape)
     copies = 4 * (largest_unit(shape) + shape.tied * shape.block) * (job.compute_bytes < 4)

@@ -111,11 +111,9 @@ def format_bytes(count: int) -> str:
 
 def format_minutes(low: float, high: float) -> str:
     """``3 - 7 minutes``, ``20 - 50 seconds``, ``1.5 - 3 hours``."""
-    if high < 100:
-        return f"{low:.0f} - {high:.0f} seconds"
-    if high < 2 * 3600:
-        return f"{low / 60:.2g} - {high / 60:.2g} minutes" if low < 600 else f"{low / 60:.0f} - {high / 60:.0f} minutes"
-    return f"{low / 3600:.1f} - {high / 3600:.1f} hours"
+    unit, size = ("seconds", 1) if high < 100 else ("minutes", 60) if high < 2 * 3600 else ("hours", 3600)
+    digits = {"seconds": ".0f", "minutes": ".2g" if low < 600 else ".0f", "hours": ".1f"}[unit]
+    return f"{low / size:{digits}} - {high / size:{digits}} {unit}"
 
 
 def format_range(low: float, high: float) -> str:

@@ -1,13 +1,11 @@
 """From a recipe to a plan: the largest micro-batch that fits by memory.py, recomputation only where needed."""
 
-import functools
 import itertools
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -15,8 +13,9 @@ import yaml
 from fullshard.config import RunConfig, parse_quantity
 from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
-from fullshard.errors import Blame, ConfigError, ModelError, PlanError, refusal
+from fullshard.errors import Blame, ConfigError, ModelError, PlanError, read_table, refusal
 from fullshard.frozen import Frozen
+from fullshard.model.fetch import with_model_folder
 from fullshard.planning import shape as shapes
 from fullshard.planning.activations import Trace, trace_model
 from fullshard.planning.hardware import Accelerator, find_accelerator, parse_devices, read_host
@@ -27,13 +26,9 @@ from fullshard.planning.volume import Volume, assume_volume, read_volume
 from fullshard.shard import choose_engine
 from fullshard.train.precision import precision_of
 
-CPU_MICRO_TOKENS = (2048, 1024, 512)  # larger ones gain nothing on a CPU, smaller ones gather weights too often
-DEVICE_MICRO_TOKENS, ALL_AT_ONCE = (16384, 8192, 4096, 2048, 1024), (1 << 40, "tokens")
+TRIED = read_table("planning/search.yaml")  # micro-batches; how many steps are looked at
 USABLE_SHARE = 0.95  # of the memory that is free now
 LAUNCHER_BYTES = 400_000_000  # the process that starts the ranks of a CPU machine
-LONG_ROWS = 1.15  # supervised share of the rows with the most, over that of all
-LARGEST_STEPS = 16  # looked at for what a rank must hold
-SAMPLED_WINDOWS = 40  # steps laid out to learn the padding; the rest is scaled
 
 
 class Machine(Frozen):
@@ -58,7 +53,6 @@ class Choice(Frozen):
     micro_batch: tuple[int, str]
     moments: dict[str, int]
     reduce_each: bool  # after each micro-batch, so that no whole gradients are kept
-
     peak_bytes = property(lambda self: max(size for name, size in self.moments.items() if name != "merge"))
 
 
@@ -110,7 +104,7 @@ def _start(
     config: RunConfig, ranks: int | None = None, devices: str | None = None, rows: int | None = None,
     mean_tokens: int | None = None, price: float | None = None, currency: str | None = None,
 ) -> tuple[int, Facts]:  # fmt: skip
-    if price is not None and not 0 < price < math.inf:
+    if price is not None and not 0 < price < float("inf"):
         raise PlanError(f"--price {price:g}: the price of a device-hour must be above 0.", "--price 12 --currency CNY")
     if currency and price is None:
         raise PlanError(f"--currency {currency} without a price.", f"--price 12 --currency {currency}")
@@ -135,22 +129,19 @@ def _start(
 
 def read_facts(config: RunConfig, card: Accelerator | None = None, volume: Volume | None = None) -> Facts:
     """Read the machine, the model's shape, the adapters' size (also of a full recipe: as the way out) and the data."""
-    from fullshard.model.fetch import with_model_folder
-
     if config.model.revision or not shapes.shipped_config(config.model.path):
         config = with_model_folder(config, weights=False)
     volume = volume or read_volume(config)
     build = partial(shapes.build_for_plan, config.model.path, len(config.model.add_tokens), config.data.packing)
     adapt = partial(shapes.add_adapter_shape, lora=config.lora, trains_vocabulary=bool(config.model.add_tokens))
-    shape = shapes.shape_of(model := build())
-    adapters = adapt(model)
+    shape, adapters = shapes.shape_of(model := build()), adapt(model)
     if card is None:
         machine = read_machine()
     else:
         rates = Rates(*(card.flops.get(kind, 0.0) * card.reachable for kind in ("fp32", "bf16")), 1)
         machine = Machine(kind_of_card(card.matched[0]), card.usable_bytes, rates, card, is_here=False)
 
-    @functools.cache
+    @cache
     def trace(method: str, precision: str, length: int) -> Trace | None:
         model = build()
         if method == "lora":
@@ -177,9 +168,8 @@ def choose_precision(config: RunConfig, machine: Machine) -> str:
         raise ConfigError(f"train.precision={asked}: this accelerator has no bf16.", "Set train.precision=fp16 or fp32")
     if asked == "tf32" and machine.is_here:
         require_tf32()
-    if asked != "auto":
-        return asked
-    return "bf16" if rates.bf16 > (1.2 * rates.fp32 if machine.kind == "cpu" else 0) else "fp32"
+    fastest = "bf16" if rates.bf16 > (1.2 * rates.fp32 if machine.kind == "cpu" else 0) else "fp32"
+    return fastest if asked == "auto" else asked
 
 
 def choose(config: RunConfig, num_ranks: int, facts: Facts) -> Choice:
@@ -200,33 +190,31 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     train, packing, limit = config.train, config.data.packing, config.data.max_length
     longest, is_lora, adapters = longest_row(config, facts), config.method == "lora", facts.adapters
     lengths = np.minimum(facts.volume.lengths, limit)
-    steps = sorted((w for _, w in windows_of_run(lengths, train)), key=lambda w: -lengths[w].sum())[:LARGEST_STEPS]
-    steps.append(np.argsort(-lengths, kind="stable")[: len(steps[0])])  # the trial step's
+    ordered = sorted((w for _, w in windows_of_run(lengths, train)), key=lambda w: -lengths[w].sum())
+    steps = [*ordered[: TRIED["steps"]], np.argsort(-lengths, kind="stable")[: len(ordered[0])]]  # last: the trial's
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
-    @functools.cache
+    @cache
     def accumulates(micro_batch: tuple[int, str]) -> bool:
         return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in steps)
 
-    precision = choose_precision(config, facts.machine)
-    whole = [lay_out(w, lengths, num_ranks, ALL_AT_ONCE, packing, limit)[0] for w in steps]
+    precision, kind = choose_precision(config, facts.machine), facts.machine.kind
+    supervised = min(1.0, TRIED["long_rows"] * facts.volume.supervised_share)
+    whole = [lay_out(w, lengths, num_ranks, (1 << 40, "tokens"), packing, limit)[0] for w in steps]
     share = max(_area_of(cell, lengths) for cells in whole for cell in cells)  # the most that a rank sees in a step
-    ways = itertools.product((False, True), recomputes, _micro_batches(config, facts, share))
-    for reduce_each, recompute, micro_batch in ways:
+    sizes = _micro_batches(config, facts, share)
+    for reduce_each, recompute, micro_batch in itertools.product((False, True), recomputes, sizes):
         if reduce_each and not accumulates(micro_batch):
             continue
         count, unit = micro_batch
         job = Job(
-            method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, recompute=recompute,
-            precision=precision, on_cpu=facts.machine.kind == "cpu",
+            method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, precision=precision,
             micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
-            accumulates=accumulates(micro_batch) and not reduce_each,
-            gathers_all=train.sharding != "full", replicas=train.replicas,
-            adapters=adapters.parameters * is_lora, vocabulary=adapters.vocabulary * is_lora,
-            adapted_outputs=adapters.outputs_per_block * is_lora,
-            engine=choose_engine(config.engine, train.sharding, facts.machine.kind),
-            supervised=min(1.0, LONG_ROWS * facts.volume.supervised_share),
-            trace=facts.trace(config.method, precision, longest),
+            accumulates=accumulates(micro_batch) and not reduce_each, recompute=recompute, replicas=train.replicas,
+            engine=choose_engine(config.engine, train.sharding, kind), on_cpu=kind == "cpu",
+            adapters=adapters.parameters * is_lora, adapted_outputs=adapters.outputs_per_block * is_lora,
+            vocabulary=adapters.vocabulary * is_lora, gathers_all=train.sharding != "full",
+            supervised=supervised, trace=facts.trace(config.method, precision, longest),
         )  # fmt: skip
         yield Choice(job, micro_batch, moment_peaks(facts.shape, job), reduce_each)
 
@@ -241,9 +229,8 @@ def _micro_batches(config: RunConfig, facts: Facts, share: int) -> list[tuple[in
     """Sizes to try, best first, to ``share`` tokens: a whole step at once keeps no gradients; one row is the least."""
     if config.train.micro_batch is not None:
         return [parse_quantity(config.train.micro_batch)]
-    longest = longest_row(config, facts)
-    bound = max(longest, -(-share // 64) * 64)
-    tried = CPU_MICRO_TOKENS if facts.machine.kind == "cpu" else DEVICE_MICRO_TOKENS
+    bound = max(longest := longest_row(config, facts), -(-share // 64) * 64)
+    tried = TRIED["micro_tokens"]["cpu" if facts.machine.kind == "cpu" else "device"]
     sizes = [max(min(size, bound), longest) for size in tried]
     return [(size, "tokens") for size in dict.fromkeys([*sizes, bound, longest])]
 
@@ -266,10 +253,8 @@ def _does_not_fit(config: RunConfig, num_ranks: int, facts: Facts, best: Choice)
         fitting += [(changes, peak, allowed)] * (peak <= allowed)
         if len(fitting) == 3:
             break
-    lines = sorted(memory_lines(facts.shape, best.job), key=lambda line: -line.bytes)
-    known |= {"machine": machine, "best": best, "usable": machine.usable_bytes(num_ranks), "lines": lines}
-    message, _, hint = render("no_fit.txt", **known, fitting=fitting).partition("\n")
-    return PlanError(message, hint)
+    known |= {"machine": machine, "best": best, "usable": machine.usable_bytes(num_ranks), "fitting": fitting}
+    return PlanError(*render("no_fit.txt", **known, lines=memory_lines(facts.shape, best.job)).split("\n", 1))
 
 
 def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, measured: float | None = None) -> Plan:
@@ -285,26 +270,22 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     saving = {"save": choice.moments["train"] + copied} if job.on_cpu and beside else {}
     step = f"{rows:,} rows = {'~' * volume.is_estimate}{tokens:,} tokens"
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
-    is_shipped = shapes.shipped_config(config.model.path) is not None
     known = {**dict(config), **vars(facts), **vars(choice), "peak": choice.peak_bytes, "usable": usable}
     return Plan(
-        method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision,
-        engine=job.engine, micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each,
-        lines=lines, moments=choice.moments | saving, peak_bytes=choice.peak_bytes,
-        timeline=(timeline := step_timeline(lines, choice.moments["load"])),
-        peak=find_peak(timeline, lines, choice.moments), usable_bytes=usable, saves_beside=beside,
+        method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision, engine=job.engine,
+        micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each, lines=lines,
+        moments=choice.moments | saving, timeline=(timeline := step_timeline(lines, choice.moments["load"])),
+        peak=find_peak(timeline, lines, choice.moments), peak_bytes=choice.peak_bytes, usable_bytes=usable,
         fits=choice.peak_bytes <= usable, rows=len(volume.lengths), tokens=int(volume.lengths.sum()),
-        longest=job.longest, is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption),
-        num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}",
+        longest=job.longest, is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption), saves_beside=beside,
+        num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}", device_hours=hours,
         seconds_low=low, seconds_high=high, step_seconds=(quick, slow), kernel_seconds=numbers["seconds"],
-        tokens_per_second=(work.step_tokens / slow, work.step_tokens / quick),
-        device_hours=hours, price=price, currency=facts.currency,
-        cost=(hours[0] * price, hours[1] * price) if price else None,
-        disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
+        tokens_per_second=(work.step_tokens / slow, work.step_tokens / quick), price=price, currency=facts.currency,
+        cost=(hours[0] * price, hours[1] * price) if price else None, card="" if machine.is_here else card.name,
         explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
         checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card and job.compute_bytes < 4 else 0,
-        notes=tuple(render("notes.txt", **known, is_shipped=is_shipped).splitlines()),
-        card="" if machine.is_here else card.name,
+        notes=tuple(render("notes.txt", **known, is_shipped=shapes.shipped_config(config.model.path)).splitlines()),
+        disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
     )  # fmt: skip
 
 
@@ -333,7 +314,7 @@ def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch:
     lengths = np.minimum(volume.lengths, limit)
     first = windows(lengths, config.train.seed, 0, parse_quantity(config.train.global_batch), config.train.drop_last)
     num_steps = len(windows_of_run(lengths, config.train))
-    sampled = first[: min(SAMPLED_WINDOWS, num_steps)]
+    sampled = first[: min(TRIED["sampled_windows"], num_steps)]
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
     area = sum(max(_area_of(cell, lengths) for cell in cells) for layout in layouts for cells in layout)

@@ -1,13 +1,16 @@
 """What the planner needs to know of a model, read off its class built on the meta device: counts and widths."""
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 from torch import nn
+from transformers import AutoConfig
 from fullshard.config import LoraSection
 from fullshard.frozen import Frozen
+from fullshard.model.adapters import add_adapters
+from fullshard.model.blocks import find_blocks, is_adapter, is_tied
+from fullshard.model.load import build_from_config, read_config
+from fullshard.run_folder import read_json
 
 
 class ModelShape(Frozen):
@@ -44,27 +47,20 @@ def shipped_config(path: str) -> Path | None:
 
 def build_for_plan(path: str, num_added: int = 0, packing: bool = False) -> nn.Module:
     """``build_on_meta`` of a folder or a shipped config, with more tokens."""
-    from transformers import AutoConfig
-    from fullshard.model.load import build_from_config, read_config
-
-    if shipped := shipped_config(path):
-        config = AutoConfig.for_model(**json.loads(shipped.read_text(encoding="utf-8"))["config"])
-    else:
-        config = read_config(path)
+    shipped = shipped_config(path)
+    config = AutoConfig.for_model(**read_json(shipped)["config"]) if shipped else read_config(path)
     config.get_text_config().vocab_size += num_added
     return build_from_config(config, path, packing)
 
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Shape of a built model, on any device."""
-    from fullshard.model.blocks import find_blocks, is_tied
-
     settings, blocks = model.config.get_text_config(), list(find_blocks(model)[1])
     block_sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     parameters = dict(model.named_parameters())  # tied weights appear once
-    total, table = sum(weight.numel() for weight in parameters.values()), model.get_input_embeddings().weight
-    positions = re.compile(r"(wpe|embed_positions|position_embeddings)\.weight$")
-    tables = [weight for name, weight in parameters.items() if weight is table or positions.search(name)]
+    sizes, table = [weight.numel() for weight in parameters.values()], model.get_input_embeddings().weight
+    positions = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
+    tables = [weight for name, weight in parameters.items() if weight is table or name.endswith(positions)]
     embeddings = sum(weight.numel() for weight in tables if weight.dim() == 2)
     head_matrix = (model.get_output_embeddings() or model.get_input_embeddings()).weight.numel()
     widths = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -72,18 +68,16 @@ def shape_of(model: nn.Module) -> ModelShape:
     head_dim = _first(settings, "head_dim") or settings.hidden_size // heads
     key_heads = _first(settings, "num_key_value_heads") or heads
     return ModelShape(
-        parameters=total, num_layers=len(blocks), block=max(block_sizes), blocks=sum(block_sizes),
-        embedding=embeddings, head=total - sum(block_sizes) - embeddings, tied=is_tied(model),
-        active_block_matrices=sum(_active_matrices(block, settings) for block in blocks),
-        head_matrix=head_matrix, vocab_size=head_matrix // settings.hidden_size, hidden_size=settings.hidden_size,
-        attention_width=heads * head_dim, key_value_width=key_heads * head_dim, num_heads=heads,
-        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1),
-        mlp_copies=_mlp_copies(blocks[0], settings),
+        parameters=sum(sizes), num_layers=len(blocks), block=max(block_sizes), blocks=sum(block_sizes),
+        active_block_matrices=sum(_active_matrices(block, settings) for block in blocks), embedding=embeddings,
+        head=sum(sizes) - sum(block_sizes) - embeddings, mlp_copies=_mlp_copies(blocks[0], settings),
+        attention_width=heads * head_dim, key_value_width=key_heads * head_dim, hidden_size=settings.hidden_size,
+        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1), num_heads=heads,
         norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
-        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()),
+        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()), head_matrix=head_matrix,
         eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
         max_positions=_first(settings, "max_position_embeddings", "n_positions"),
-        largest_tensor=max(weight.numel() for weight in parameters.values()),
+        largest_tensor=max(sizes), vocab_size=head_matrix // settings.hidden_size, tied=is_tied(model),
     )  # fmt: skip
 
 
@@ -97,17 +91,13 @@ class AdapterShape(Frozen):
 
 def add_adapter_shape(model: nn.Module, lora: LoraSection, trains_vocabulary: bool = False) -> AdapterShape:
     """Inject the adapters into ``model`` (on the meta device, in place) and measure them. ModelError if none fits."""
-    from fullshard.model.adapters import add_adapters
-    from fullshard.model.blocks import find_blocks, is_adapter
-
     num_blocks = len(find_blocks(model)[1])
     add_adapters(model, lora, trains_vocabulary)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     adapters = {name: weight for name, weight in trained.items() if is_adapter(name)}
     outputs = sum(weight.shape[0] for name, weight in adapters.items() if ".lora_B." in name)
-    size = sum(weight.numel() for weight in adapters.values())
-    vocabulary = sum(weight.numel() for weight in trained.values()) - size
-    return AdapterShape(size, math.ceil(outputs / num_blocks), vocabulary)
+    size, whole = (sum(weight.numel() for weight in found.values()) for found in (adapters, trained))
+    return AdapterShape(size, math.ceil(outputs / num_blocks), whole - size)
 
 
 def _active_matrices(block: nn.Module, settings: Any) -> int:

@@ -1,5 +1,4 @@
-"""Is this machine able to do the job? Each line is a test: what it found and, where something is wrong, the fix.
-Devices and links are tested on the ranks that ``train`` would start; docs/doctor.md explains each line."""
+"""Tests of this machine, with a fix for what is wrong; devices on the ranks ``train`` would start: docs/doctor.md."""
 
 import os
 import platform
@@ -17,16 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 import psutil
-import yaml
 from jinja2 import Template
 from packaging.version import Version
 from fullshard.config import DataFile, RunConfig
-from fullshard.errors import ConfigError, UserError
+from fullshard.errors import ConfigError, UserError, read_table
 from fullshard.frozen import Frozen
 from fullshard.planning.hardware import find_accelerator, read_host
 from fullshard.run_folder import read_json, write_json
 
-FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FACTS = read_table("doctor.yaml")
 LIMIT_SECONDS = 60  # for the ranks to meet, and for each collective
 FILE = "doctor.json"  # of ``run_rank``: the place to look at, then what was found
 Result = tuple[str, str] | tuple[str, str, str]  # level (empty: ok), finding, name of the fix where not the check's
@@ -94,15 +92,14 @@ def _make(name: str, test: Callable[..., Result], *given: Any) -> Check:
         return judge(name, *test(*given))
     except UserError as error:
         return Check(name, "fail", error.message, error.hint or FACTS["fixes"][name])
+    except metadata.PackageNotFoundError:
+        return judge(name, "fail", "not installed")
     except OSError as error:
         return judge(name, "fail", f"{error.filename}: {error.strerror}")
 
 
 def _read_package(name: str, least: str, newest: str) -> Result:
-    try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "fail", "not installed"
+    found = metadata.version(name)
     level = "fail" if Version(found) < Version(least) else "warn" * (Version(found) >= Version(newest))
     return level, found + f": {least} or newer is needed, below {newest} is tried" * bool(level)
 
@@ -140,11 +137,10 @@ def _read_drivers() -> Result:
 
 
 def _check_host(place: Path) -> Iterator[Check]:
-    host, needed = read_host(), FACTS["needed_gb"]
-    free, available = shutil.disk_usage(place).free / 1e9, host.available_bytes / 1e9
-    memory = f"{available:.1f} of {host.total_bytes / 1e9:.1f} GB free"
+    host, needed, free = read_host(), FACTS["needed_gb"], shutil.disk_usage(place).free / 1e9
+    left, total = host.available_bytes / 1e9, host.total_bytes / 1e9
     yield judge("cores", "warn" * (host.cores < 2), f"{host.cores} ({host.processor})")
-    yield judge("memory", "warn" * (available < needed["memory"]), memory)
+    yield judge("memory", "warn" * (left < needed["memory"]), f"{left:.1f} of {total:.1f} GB free")
     yield judge("disk", "warn" * (free < needed["disk"]), f"{free:.1f} GB free at {place}")
     up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup}
     finding = ", ".join(name + f" ({speed:,} Mbit/s)" * (speed > 0) for name, speed in up.items())

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from fullshard.errors import ConfigError, MergeError, refusal
 from fullshard.frozen import Frozen
 from fullshard.merge import weights
 from fullshard.merge.readers.foreign import ForeignCheckpoint
-from fullshard.merge.weights import SHARD_SIZE, Comparison, Outputs, prove
 from fullshard.model.fetch import fetch_model
 from fullshard.model.load import GENERATION_CONFIG, SIDE_FILES, mended, unfinished_folder, union_of_ids
 from fullshard.run_folder import MERGE_FACTS, hold, newest_checkpoint, read_json, require_run, write_json
@@ -46,7 +44,7 @@ class MergeResult(Frozen):
     step: int | None  # None: of another tool
     line: str
     lines: tuple[str, ...]
-    proof: Comparison  # of the stored weights with the training state
+    proof: weights.Comparison  # of the stored weights with the training state
     seconds: float
 
 
@@ -105,23 +103,11 @@ class Inputs:
             "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
         }  # fmt: skip
 
-    def prove(self, folder: Path, outputs: Outputs) -> tuple[Comparison, dict[str, Any], list[str]]:
-        """The proof of a merged folder: as stored, what merge.json says of it, and the lines to print."""
-        stored, computed, changes = prove(folder, outputs, self.exact, *self.proof, self.compute)
-        changed = [output for output in outputs if not self.exact.changed.isdisjoint(output.parameters)]
-        still = [output.name for output in changed if not changes[output.name]]
-        lines = [f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value"]
-        if self.adapters:
-            lines.insert(0, f"adapters: {self.moved} of {len(self.adapters)} have moved (B A is not zero)")
-        lines += [f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}"] if still else []
-        facts = {"proof": asdict(stored), "proof_computed": asdict(computed), "change_norms": changes}
-        return stored, facts, [*lines, stored.line]
-
 
 def merge_run(
     run: str | Path, output: str | Path | None = None, step: int | None = None, dtype: str | None = None,
-    overwrite: bool = False, progress: Callable[[str], None] = lambda text: None, shard_bytes: int | str = SHARD_SIZE,
-    base: str | None = None, check: bool = False,
+    overwrite: bool = False, progress: Callable[[str], None] = lambda text: None,
+    shard_bytes: int | str = weights.SHARD_SIZE, base: str | None = None, check: bool = False,
 ) -> MergeResult:  # fmt: skip
     """Merge the newest checkpoint of ``run`` (or that of ``step``), or what another tool saved there for the model
     ``base``, into ``output`` (default ``run``/merged, or ``run``_merged), proven or not at all. ``dtype``: fp32, bf16,
@@ -157,26 +143,23 @@ def merge_run(
         trained_ids = read_json(inputs.place / run_folder.DATA, optional=True).get("stop_ids", ())
         notes = write_configs(inputs.base, unfinished, stored_dtype, trained_ids, inputs.names.vocabulary_size)
         progress("proving")
-        stored, proof, lines = inputs.prove(unfinished, outputs)
+        stored, proof, lines = weights.prove(inputs, unfinished, outputs)
         notes += [f"tensor {name} is ignored by transformers, as in the base" for name in inputs.names.weights.ignored]
         notes += ["the base has no tokenizer files; none copied"] * (not any(unfinished.glob("tokenizer*")))
         facts = inputs.facts() | {"dtype": stored_dtype, "asked_dtype": dtype, "notes": notes} | proof
-        made_of = f"step {inputs.step}" if inputs.step else f"from {inputs.format}"
         name = place.name if output.name == run_folder.MERGED else output.name
-        card = {"name": name, "method": facts["method"], "made_of": made_of, "dtype": stored_dtype}
-        write_card(inputs.base, unfinished, **card, proof=stored.line)
+        write_card(inputs.base, unfinished, **facts | {"name": name, "proof": stored.line})
         facts["output_xxh3"] = {name: hash_file(unfinished / name) for name in weight_files}
         write_json(unfinished / MERGE_FACTS, facts)
     lines = (*notes, *lines, f"merged: {output} ({len(outputs)} tensors, {num_bytes / 1e6:,.1f} MB, {stored_dtype})")
     return MergeResult(output, inputs.step, stored.line, lines, stored, time.monotonic() - started)
 
 
-def _write(folder: Path, outputs: Outputs, inputs: Inputs, dtype: str | None, size: int | str) -> list[str]:
+def _write(folder: Path, outputs: weights.Outputs, inputs: Inputs, dtype: str | None, size: int | str) -> list[str]:
     """``write_weights``, of a large model by several processes; what one leaves undone is done, or refused, here."""
     count = min(WRITERS, num_cores()) if sum(tensor.num_bytes for tensor in outputs) >= ALONE_BYTES else 1
-    base = None if inputs.step else str(inputs.base)
     command = [sys.executable, "-c", f"from {__name__} import be_writer; be_writer()"]
-    what = [str(inputs.place), inputs.step, base, str(folder), dtype, size]
+    what = [str(inputs.place), inputs.step, None if inputs.step else str(inputs.base), str(folder), dtype, size]
     shares = [[*command, json.dumps([*what, (number, count)])] for number in range(1, count)]
     apart = {"start_new_session": True, "stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with ExitStack() as stack:  # leaving it closes their stdin
@@ -197,15 +180,13 @@ def be_writer() -> None:
 
 def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:
     """MergeError where ``output`` would replace an input, or a folder that no merge made."""
-    place, other = output.resolve(), "choose another with --output."
-    for folder in (inputs.base.resolve(), inputs.source.folder.resolve()):
-        if place in (folder, *folder.parents):
-            raise MergeError(f"{output} is where the base model or the checkpoint lies.", other.capitalize())
-    if output.exists() or output.is_symlink():
-        if not overwrite:
-            raise MergeError(f"{output} exists already.", f"Replace it with --overwrite, or {other}")
-        if not (output / MERGE_FACTS).is_file():
-            raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", other.capitalize())
+    place, exists, other = output.resolve(), os.path.lexists(output), "choose another with --output."
+    if any(place in (one, *one.parents) for one in (inputs.base.resolve(), inputs.source.folder.resolve())):
+        raise MergeError(f"{output} is where the base model or the checkpoint lies.", other.capitalize())
+    if exists and not overwrite:
+        raise MergeError(f"{output} exists already.", f"Replace it with --overwrite, or {other}")
+    if exists and not (output / MERGE_FACTS).is_file():
+        raise MergeError(f"{output} was not made by a merge: no {MERGE_FACTS}.", other.capitalize())
 
 
 def _check(folder: Path, started: float) -> MergeResult:
@@ -213,14 +194,15 @@ def _check(folder: Path, started: float) -> MergeResult:
     if not (facts := read_json(folder / MERGE_FACTS, optional=True)):
         raise MergeError(f"{folder} was not made by a merge: no {MERGE_FACTS}.", "Give a merged folder.")
     inputs = Inputs(Path(facts["run"]), facts["step"], facts["base_model"] if facts["step"] is None else None)
-    then = {**facts["checkpoint_xxh3"], **facts["base_xxh3"]}
     now = {path.name: path for path in [*inputs.files, *inputs.base.glob("*.safetensors")]}
+    then = facts["checkpoint_xxh3"] | facts["base_xxh3"]
     files = [(now.get(name, folder / name), wanted) for name, wanted in then.items()]
     for path, wanted in [*files, *((folder / name, wanted) for name, wanted in facts["output_xxh3"].items())]:
         if not path.is_file() or hash_file(path) != wanted:
             raise refusal("not_as_merged", path=path)
     with inputs.held:
-        stored, _, lines = inputs.prove(folder, weights.plan_outputs(inputs.exact, DTYPES.get(facts["asked_dtype"])))
+        outputs = weights.plan_outputs(inputs.exact, DTYPES.get(facts["asked_dtype"]))
+        stored, _, lines = weights.prove(inputs, folder, outputs)
     lines.append(f"checked: {folder} is what was merged; {len(files)} input files unchanged")
     return MergeResult(folder, inputs.step, stored.line, tuple(lines), stored, time.monotonic() - started)
 
@@ -265,7 +247,7 @@ def _front_matter(base: Path) -> dict[str, Any]:
 
 
 def write_card(base: Path, folder: Path, **facts: Any) -> None:
-    """Write README.md: base, licence (none: "see the base model"); name, method, what it was made of, dtype, proof."""
+    """Write README.md: base, licence (none: "see the base model"); ``facts``: merge.json's, name, line of the proof."""
     card, front = _front_matter(base), {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card.get(key) for key in ("license", "license_name", "license_link", "language")}
     data, template = ModelCardData(base_model=base_name(base), **front), Path(__file__).with_name("model_card.md")

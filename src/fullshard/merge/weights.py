@@ -1,14 +1,12 @@
-"""The weights of a merged model, a block of rows at a time: LoRA adapters folded into the base's (W + scale * B A, in
-fp32; DoRA: m * V / |V|), written in Hugging Face's layout, read again and proven, bit for bit and by the logits of
-fixed tokens: *unrounded*, from the exact values, and *as stored*. Shapes as in model/adapters.py; an embedding's W is
-(tokens, width), its A (rank, tokens), its B (width, rank); T positions, V vocabulary."""
+"""A merged model's weights by blocks of rows: LoRA folded into the base's (W + scale * B A, fp32; DoRA: m * V / |V|),
+written, read again, proven bit for bit and by the logits of fixed tokens, *unrounded* and *as stored*. Shapes as in
+model/adapters.py; embeddings: W (tokens, width), A (rank, tokens), B (width, rank); T positions, V vocabulary."""
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +14,19 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from fullshard.checkpoint.ranges import OwnCheckpoint
-from fullshard.errors import Blame, MergeError, refusal
+from fullshard.errors import Blame, MergeError, read_table, refusal
 from fullshard.frozen import Frozen
 from fullshard.merge.readers.foreign import ForeignCheckpoint
 from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
-from fullshard.model.blocks import PEFT_PREFIX, base_name, exchanged, find_blocks, is_adapter, stored_name
+from fullshard.model.blocks import PEFT_PREFIX, exchanged, find_blocks, is_adapter, stored_name
 from fullshard.model.load import DTYPE_NAMES, INDEX, FileTensor, WeightFiles, build_on_meta
 from fullshard.model.weight_map import WeightMap
 
 ASK_BASE = "Is this the base that the run was trained on?"
 Source = OwnCheckpoint | ForeignCheckpoint  # ``weights`` by name, ``read(name, start, stop)``
+Outputs = list["OutputTensor"]
 SHARD_SIZE = "4GB"
-FP32_RELATIVE = 1e-4  # of the range: the largest difference between fp32 products of the same weights
-LINE = "proof: largest logit difference {max_difference:.2g} ({relative:.2%} of the range), same top token at "
-LINE += "{same_top} of {num_positions} positions, mean KL {mean_kl:.1e}"
+FACTS = read_table("merge/proof.yaml")
 MEAN_KL = 1e-3  # nats: of the folder from the training state, as it computed or as its masters are
 BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
 
@@ -42,9 +39,8 @@ class ModelNames:
         self.model = model = build_on_meta(base, max(new_ids, default=-1) + 1)
         self.weights = WeightMap(model, WeightFiles(base), str(base), new_ids)
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        # every parameter name, tied ones included -> the name it is trained under
-        self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}
+        parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones under each of their names
+        self.canonical = {name: self.weights.aliases.get(name, (name,))[0] for name in parameters}  # -> trained under
         self.vocabulary = {self.canonical[name] for name in self.weights.vocabulary}
         self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # by the model
         self.places, self.adapter_shapes = {}, {}  # by the names of modules, and of tensors, in PEFT's files
@@ -56,23 +52,21 @@ class ModelNames:
 
 
 class Adapter(Frozen):
-    """The update of one weight, fp32: ``left`` (rows, rank) @ ``right`` (rank, columns) * ``scale``; stacked experts
-    have one dimension more in front. ``factor`` (rows, 1) or (1, columns) multiplies the sum (DoRA)."""
+    """The update of one weight, fp32: ``left`` @ ``right`` * ``scale``; stacked experts have one dimension in front."""
 
-    left: torch.Tensor
-    right: torch.Tensor
+    left: torch.Tensor  # (rows, rank)
+    right: torch.Tensor  # (rank, columns)
     scale: float
     has_moved: bool  # from its start, B A = 0
-    factor: torch.Tensor | None = None
+    factor: torch.Tensor | None = None  # (rows, 1) or (1, columns): multiplies the sum (DoRA)
 
     def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
         """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, ...) in the base's dtype."""
         rows = slice(first_row, first_row + weight_rows.shape[0])
         right = self.right[rows] if self.right.dim() == 3 else self.right
         folded = torch.add(weight_rows.float(), self.left[rows] @ right, alpha=self.scale)
-        if self.factor is not None:
-            folded *= self.factor[rows] if len(self.factor) > 1 else self.factor
-        return folded
+        factor = self.factor[rows] if self.factor is not None and len(self.factor) > 1 else self.factor
+        return folded if factor is None else folded.mul_(factor)
 
 
 def read_adapters(checkpoint: Source, names: ModelNames) -> dict[str, Adapter]:
@@ -99,14 +93,13 @@ def _read_one(module: str, place: AdapterPlace, checkpoint: Source, names: Model
     suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
     stored = [f"{module}.lora_{suffix}" for suffix in suffixes]
     down, up = (checkpoint.read(name).view(names.adapter_shapes[name]).float() for name in stored)
-    moved = bool(up.count_nonzero()) and bool(down.count_nonzero())
     if place.layout in ("experts", "experts_in_out"):
         experts = names.weights.shapes[place.parameter][0]
         down = down.reshape(experts, -1, down.shape[-1])  # (experts, rank, in)
         up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
     turned = place.layout not in ("linear", "experts")
     sides = (down.transpose(-2, -1), up.transpose(-2, -1)) if turned else (up, down)
-    adapter = Adapter(*sides, place.scale, moved)
+    adapter = Adapter(*sides, place.scale, has_moved=bool(up.count_nonzero() and down.count_nonzero()))
     if not place.has_magnitude:
         return adapter
     magnitude, over = checkpoint.read(f"{module}.lora_magnitude_vector").float(), int(place.layout != "conv1d")
@@ -132,11 +125,7 @@ class OutputTensor(Frozen):
     blocks: Callable[[], Iterator[torch.Tensor]]
     exact_dtype: torch.dtype  # of the blocks; equal to dtype where writing rounds nothing
     parameters: tuple[str, ...] = ()  # or buffers, that it is a part of
-
     num_bytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)  # in the file
-
-
-Outputs = list[OutputTensor]
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -165,8 +154,7 @@ class ExactWeights:
             raise refusal("lacking", names=", ".join([*absent][:5]), count=len(absent))
 
     def read(self, name: str, start: int, stop: int, compute: torch.dtype | None = None) -> torch.Tensor:
-        """Elements [start, stop), whole rows, of the flattened exact value; or of what training computed with, from
-        weights in ``compute`` and adapters in fp32."""
+        """Elements [start, stop), whole rows, flattened: exact, or from weights in ``compute`` as training computed."""
         canonical, weights = self.names.canonical.get(name, name), self.names.weights
         source, stored = (self._checkpoint, canonical) if canonical in self._trained else (weights, name)
         values, shape = source.read(stored, start=start, stop=stop).to(compute), weights.shapes[name]
@@ -180,11 +168,9 @@ class ExactWeights:
 
     def unmerged(self, name: str, start: int, stop: int) -> torch.Tensor:
         """As ``read``, of a parameter of the model that ``names`` wrapped in adapters: nothing is folded."""
-        if is_adapter(name):
-            return self._checkpoint.read(stored_name(name), start=start, stop=stop)
-        canonical = self.names.canonical.get(plain := base_name(name), plain)
-        source = self._checkpoint if canonical in self._trained else self.names.weights
-        return source.read(canonical, start=start, stop=stop)
+        stored = self.names.canonical.get(plain := stored_name(name), plain)
+        is_saved = is_adapter(name) or stored in self._trained
+        return (self._checkpoint if is_saved else self.names.weights).read(stored, start=start, stop=stop)
 
 
 def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> Outputs:
@@ -215,7 +201,7 @@ def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE, 
     for file, names in [*plan.filename_to_tensors.items()][share[0] :: share[1]]:
         if not (folder / file).is_file():  # else of a merge that was killed: a file gets its name when it is whole
             _write_file(folder / f"{file}.part", [by_name[name] for name in names])
-            os.replace(folder / f"{file}.part", folder / file)
+            (folder / f"{file}.part").replace(folder / file)
     if not plan.is_sharded:
         return list(plan.filename_to_tensors)
     index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
@@ -251,8 +237,7 @@ class Comparison(Frozen):
     same_top: int  # positions whose most likely token is the same
     num_positions: int
     mean_kl: float  # nats a position, training state against merged model
-
-    line = property(lambda self: LINE.format(**vars(self)))  # the proof in one line
+    line = property(lambda self: FACTS["line"].format(**vars(self)))  # the proof in one line
 
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
@@ -261,9 +246,8 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
     extent = max((reference.max() - reference.min()).item(), 1e-30)
     difference = (reference - logits).abs().max().item()
     same_top = int((reference.argmax(-1) == logits.argmax(-1)).sum())
-    log_p, log_q = reference.log_softmax(-1), logits.log_softmax(-1)
-    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean().clamp(min=0).item()
-    return Comparison(difference, difference / extent, same_top, len(reference), divergence)
+    kl = nn.functional.kl_div(logits.log_softmax(-1), reference.log_softmax(-1), reduction="batchmean", log_target=True)
+    return Comparison(difference, difference / extent, same_top, len(reference), kl.clamp(min=0).item())
 
 
 @torch.no_grad()
@@ -289,24 +273,20 @@ def logits_by_block(model: nn.Module, read: Callable[..., torch.Tensor], tokens:
         return logits if head.bias is None else logits + fetch(f"{names[head]}.bias", head.bias)
 
     hook = embedding.register_forward_pre_hook(lambda _, given: torch.searchsorted(ids, given[0]))
-    with exchanged(model, [*find_blocks(model)[1], head], fetch):
+    with hook, exchanged(model, [*find_blocks(model)[1], head], fetch):
         if type(head) is nn.Linear:
             head.forward = by_rows
-        logits = model.eval()(input_ids=tokens, use_cache=False).logits[0]
-    hook.remove()
-    return logits
+        return model.eval()(input_ids=tokens, use_cache=False).logits[0]
 
 
 @torch.no_grad()
-def prove(
-    folder: Path, outputs: Outputs, exact: ExactWeights, tokens: torch.Tensor, reference: torch.Tensor | None,
-    compute: torch.dtype,
-) -> tuple[Comparison, Comparison, dict[str, float]]:  # fmt: skip
-    """Read every tensor of ``folder`` again: each must be, bit for bit, what ``exact`` rounds to. Then compare logits
-    on ``tokens`` (1, T) with ``reference`` (T, V; None: of the unmerged tensors), fp32 products of weights in
-    ``compute``: of the folder, and of those weights here. Third: how far each tensor is from the base. MergeError."""
-    model, names = build_on_meta(folder), exact.names
-    weights = WeightMap(model, WeightFiles(folder), str(folder))
+def prove(inputs: Any, folder: Path, outputs: Outputs) -> tuple[Comparison, dict[str, Any], list[str]]:
+    """Read every tensor of ``folder`` again: each must be, bit for bit, what the exact one of ``inputs`` (of a job)
+    rounds to. Then compare logits on their tokens (1, T) with their reference (T, V; None: of the unmerged tensors),
+    fp32 products of weights in their ``compute``: of the folder, which is returned, and of those weights here. With
+    what merge.json says of it, also how far each tensor is from the base, and the lines to print. MergeError."""
+    exact, names, (tokens, reference) = inputs.exact, inputs.names, inputs.proof
+    weights = WeightMap(model := build_on_meta(folder), WeightFiles(folder), str(folder))
     weights.load_buffers(model)
     written, base = weights.files.tensors, names.weights.files.tensors
     if strange := written.keys() ^ base.keys():
@@ -318,16 +298,22 @@ def prove(
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
     changes = {output.name: _compare_bits(output, written[output.name], base[output.name]) for output in outputs}
     found = logits_by_block(model, weights.read, tokens)
-    is_same = compute == torch.float32 and all(output.dtype == output.exact_dtype for output in outputs)
-    again = found if is_same else logits_by_block(model, partial(exact.read, compute=compute), tokens)
+    is_same = inputs.compute == torch.float32 and all(output.dtype == output.exact_dtype for output in outputs)
+    again = found if is_same else logits_by_block(model, partial(exact.read, compute=inputs.compute), tokens)
     stored, computed = compare_logits(reference, found), compare_logits(reference, again)
-    if not computed.relative <= FP32_RELATIVE:
+    if not computed.relative <= FACTS["fp32_relative"]:
         raise refusal("other_state", line=computed.line)
-    if not stored.mean_kl <= MEAN_KL:
-        masters = logits_by_block(model, exact.read, tokens)
-        if not compare_logits(masters, found).mean_kl <= MEAN_KL:
-            raise refusal("rounding", line=stored.line)
-    return stored, computed, changes
+    masters = partial(logits_by_block, model, exact.read, tokens)
+    if not (stored.mean_kl <= MEAN_KL or compare_logits(masters(), found).mean_kl <= MEAN_KL):
+        raise refusal("rounding", line=stored.line)
+    changed = [output for output in outputs if not exact.changed.isdisjoint(output.parameters)]
+    still = [output.name for output in changed if not changes[output.name]]
+    count = len(inputs.adapters or ())
+    lines = [f"adapters: {inputs.moved} of {count} have moved (B A is not zero)"] if count else []
+    lines.append(f"{len(outputs)} tensors read again, each bit for bit the rounding of its exact value")
+    lines += [f"{len(still)} of {len(changed)} trained tensors equal the base's, first {still[0]}"] if still else []
+    facts = {"proof": asdict(stored), "proof_computed": asdict(computed), "change_norms": changes}
+    return stored, facts, [*lines, stored.line]
 
 
 @one_thread()

@@ -1,5 +1,4 @@
-"""Checkpoints of other tools as sources of a merge: torch's distributed checkpoints (DCP), pickled state dicts,
-safetensors, PEFT adapters. Which format it is, where tensors lie, whose weights names mean. Nothing is executed."""
+"""Other tools' checkpoints: torch's distributed (DCP), pickles, safetensors, PEFT adapters. Nothing is executed."""
 
 import math
 import pickle
@@ -8,15 +7,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 import torch
-import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
-from fullshard.errors import Blame, MergeError, refusal
+from fullshard.errors import Blame, MergeError, read_table, refusal
 from fullshard.model.blocks import PEFT_CONFIG, PEFT_TENSORS, stored_name
 from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, weight_names
 
-FACTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FACTS = read_table("merge/readers/foreign.yaml")
 BESIDE, CHANGED_BASE, DCP = tuple(FACTS["beside"]), tuple(FACTS["changed_base"]), ".metadata"
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -118,15 +116,12 @@ class ForeignCheckpoint:
 
     def __init__(self, path: Path) -> None:
         """Open what lies at ``path``. MergeError where it is damaged, empty, DeepSpeed's or of no known format."""
-        self.folder, self.lora = path, None
-        files, self.format, read = _find(path)
-        self.files, places = [*files], [files[0].parent] if read is read_dcp else files
+        self.folder, (files, self.format, read) = path, _find(path)
+        places = [files[0].parent] if read is read_dcp else files
         self._found = {name: tensor for place in places for name, tensor in read(place).items()}
         self.weights: dict[str, FileTensor] = {}  # by ``take``
-        for place in (path, path.parent):
-            if (place / PEFT_CONFIG).is_file() and self.lora is None:
-                self.lora = _lora_config(place)
-                self.files.append(place / PEFT_CONFIG)
+        configs = [place / PEFT_CONFIG for place in (path, path.parent) if (place / PEFT_CONFIG).is_file()][:1]
+        self.lora, self.files = _lora_config(configs[0].parent) if configs else None, [*files, *configs]
 
     def take(self, names: Any, grown: Callable[[tuple[int, ...]], Any]) -> Any:
         """Name the tensors as a model does; its names, or ``grown(new ids)`` for a larger vocabulary. MergeError."""
@@ -180,9 +175,7 @@ def _find(path: Path) -> tuple[list[Path], str, Any]:
             kind = "a PEFT adapter" if single.startswith("adapter") else f"{single} of a state dict"
             read = read_pickles if single.endswith(".bin") else partial(read_header, kind=MergeError)
             return [path / name for name in names], kind, read
-    if any(path.glob("*rank*[0-9].*")):
-        raise refusal("not_plain", path=path)
-    raise refusal("no_format", path=path)
+    raise refusal("not_plain" if any(path.glob("*rank*[0-9].*")) else "no_format", path=path)
 
 
 def _lora_config(folder: Path) -> Any:

@@ -16,6 +16,7 @@ from fullshard.errors import Blame, ConfigError, refusal
 
 HOST_BACKEND = "gloo"  # carries CPU tensors and Python objects, whatever the device
 device_memory = torch.accelerator.get_memory_info  # free and total bytes of an accelerator, by index (default: own)
+trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)  # gives glibc's holes back to the system
 ATTENTION = "sdpa"  # what to ask of transformers: torch's own attention is the one that cpu, cuda and npu all bring
 
 
@@ -182,12 +183,6 @@ def release_memory() -> None:
     """Give cached accelerator memory back to the driver, so that other processes can use it; nothing on CPU."""
     if device_kind() != "cpu":
         torch.accelerator.empty_cache()
-
-
-def trim_heap() -> None:
-    """Give the holes that freed tensors left in glibc's heap back to the system: they grow with every new shape."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def cache_folder() -> Path:

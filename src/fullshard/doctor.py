@@ -298,5 +298,5 @@ def check_recipe(config: RunConfig, place: Path, num_ranks: int) -> list[Check]:
         level = "fail" if needed[0] > free else "warn" * (sum(needed) > free)
         return level, f"{finding}; {format_bytes(free)} free at {place}"
 
-    tests = {"data": read_rows, "template": render, "memory for it": plan_memory, "disk for it": plan_disk}
-    return [_make(name, test) for name, test in tests.items()]
+    tests = ("data", read_rows), ("template", render), ("memory for it", plan_memory), ("disk for it", plan_disk)
+    return [_make(*test) for test in tests]

@@ -30,9 +30,8 @@ from fullshard.errors import ERROR_TYPES, Blame, ConfigError, DataError, TrainEr
 from fullshard.run_folder import LAUNCH, claim_run, list_checkpoints, read_json, require_run, write_json
 
 Recipe, Place, Count = RunConfig | str | Path, str | Path, int | None
-MODES = ("loud", "quiet")  # of a rank that trains; others: "trace", "doctor"
+MODES, PROBE_STEPS = ("loud", "quiet"), 4  # of a rank that trains; others: "trace", "doctor"
 ASKED = "asked_model"  # in config.json, beside the recipe's keys: the model section as given
-PROBE_STEPS = 4
 ASK_TO_STOP = signal.SIGUSR1  # from our launcher to its ranks, which SIGTERM ends at once
 
 

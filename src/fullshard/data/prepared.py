@@ -160,12 +160,11 @@ def prepare(config: RunConfig, folder: Path, progress: Progress | None = None) -
 def rows_bar(quiet: bool = False) -> Iterator[Progress]:
     """A progress bar on a terminal, for ``prepare``."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, Progress
 
-    console = Console(stderr=True)
-    columns = TextColumn("preparing rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns, console = (*Progress.get_default_columns(), MofNCompleteColumn()), Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("preparing rows", total=None)
         yield lambda total, done: bar.update(task, total=total, completed=done)
 
 
@@ -338,7 +337,6 @@ def write_held_out(config: RunConfig, path: Path) -> None:
 
 
 def _input_key(config: RunConfig, tokenizer: Any, num_embeddings: int | None) -> tuple[str, int | None]:
-    """The hash of all that the result depends on, and about how many rows there are, if that is known."""
     options, counts = [config.data.model_dump(mode="json"), config.train.seed, FORMAT, num_embeddings], []
     described = [tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.is_fast]
     digest = hashlib.sha256(json.dumps([*options, *described], sort_keys=True, default=str).encode())

@@ -126,9 +126,8 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     gathered = size if job.gathers_all else gathered_parameters(shape)
     sharded = size if is_full else vocabulary  # trained parameters that are cut over the ranks
     unit, kept = min(shape.block if does.table else largest_unit(shape), sharded), sharded * job.accumulates
-    is_sum = does.table > 0 and job.micro_tokens > CHUNK_LOGIT_BYTES // (4 * shape.vocab_size)  # over chunks, in fp32
-    wide, moving = 4 if is_sum else does.table, 2 * does.table or does.reduced
-    table = wide * shape.head_matrix * (sharded > 0)
+    wide = 4 if does.table and job.micro_tokens > CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) else does.table  # a sum
+    table, moving = wide * shape.head_matrix * (sharded > 0), 2 * does.table or does.reduced
     copied = int(COPIES * 4 * shape.head_matrix) * (job.on_cpu and job.engine == "torch")
     copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, wide)  # of tied: two and their sum
     lines += [

@@ -18,14 +18,11 @@ from fullshard.train.precision import Precision
 SMALL = 1 << 14  # elements: a tensor of fewer rows than ranks, which fully_shard would pad, is then kept whole
 
 
-def _computed_in(dtype: torch.dtype, names: list[str], module: nn.Module, *_: Any) -> None:
+def _compute_in(dtype: torch.dtype | None, names: list[str], module: nn.Module, *_: Any) -> None:
     for name in names:  # what stands in __dict__ hides the parameter
-        module.__dict__[name] = module._parameters[name].to(dtype)
-
-
-def _at_rest(names: list[str], module: nn.Module, *_: Any) -> None:
-    for name in names:
         module.__dict__.pop(name, None)
+        if dtype is not None:
+            module.__dict__[name] = module._parameters[name].to(dtype)
 
 
 class TorchShardedModel:
@@ -43,8 +40,8 @@ class TorchShardedModel:
         small = {p for p in model.parameters() if not p.dim() or (len(p) < self._num_ranks and p.numel() <= SMALL)}
         for module in model.modules():  # fully_shard casts only its own
             own = [name for name, p in module._parameters.items() if p in small - replicated]
-            module.register_forward_pre_hook(partial(_computed_in, precision.compute, own)) if own else None
-            module.register_forward_hook(partial(_at_rest, own), always_call=True) if own else None
+            module.register_forward_pre_hook(partial(_compute_in, precision.compute, own)) if own else None
+            module.register_forward_hook(partial(_compute_in, None, own), always_call=True) if own else None
         whole = replicated | small
         self._replicated = {name for name, parameter in self._named_parameters() if parameter in whole}
         policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)

@@ -34,11 +34,6 @@ class LossModel(nn.Module):
         self._factor = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self._cap = getattr(config, "final_logit_softcapping", None)  # gemma2, gemma3; the factor: granite, cohere
 
-    def sum_in_fp32(self, tokens: int) -> None:
-        """Tell the engine which gradients are fp32 sums with up to ``tokens`` a micro-batch: the chunked head's."""
-        head = self.causal_lm.get_output_embeddings().parameters()
-        self.fp32_gradients = {weight for weight in head if weight.requires_grad and tokens > self.chunk_rows}
-
     def forward(
         self, input_ids_BS: Tensor, labels_BS: Tensor | None, position_ids_BS: Tensor | None = None,
         own_logits: bool = False, real_BS: Tensor | None = None, documents: Documents | None = None,

@@ -55,7 +55,8 @@ def build_sharded(
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in causal_lm.parameters()]
     weights.load_buffers(causal_lm)
     loss_model = LossModel(causal_lm, config.train.router_loss)
-    loss_model.sum_in_fp32(micro_tokens)
+    head = causal_lm.get_output_embeddings().parameters()  # its gradient is a sum in fp32 where its loss goes in chunks
+    loss_model.fp32_gradients = {one for one in head if one.requires_grad and micro_tokens > loss_model.chunk_rows}
     adapters = {parameter for name, parameter in causal_lm.named_parameters() if is_adapter(name)}
     mesh, how = ranks.mesh_of(config.train.replicas), (precision, config.engine, config.train.sharding, reduce_each)
     sharded = shard_model(loss_model, find_units(causal_lm), adapters, mesh, *how)

@@ -189,4 +189,5 @@ def test_the_exception_of_the_rank_that_failed_first_is_the_headline_with_step_a
     places = re.findall(r"(\d+) \(rows\.jsonl:(\d+)\)", found[1])
     assert places and all(int(line) == int(row) + 1 for row, line in places)
     again = call(job, "resume", "run")
-    assert again.returncode == 0 and "resumed at step 2" in again.stdout, again.stderr
+    # the save of step 2 may still have been under way, beside step 3
+    assert again.returncode == 0 and re.search("resumed at step [12]\\b", again.stdout), again.stdout

@@ -227,8 +227,9 @@ class Renderer:
         header, tail = self._around(messages[:place] or [QUESTION])
         shared = _common(prompt, through)
         if self.loss_on != "all" and not self._has_markers and (header or shared != prompt):
-            name = "no_generation_prompt" if header else "other_generation_prompt"
-            raise refusal(name, header=header, ends=prompt[-30:], turn=through[len(shared) :][:30])
+            if header:
+                raise refusal("no_generation_prompt", header=header)
+            raise refusal("other_generation_prompt", ends=prompt[-30:], turn=through[len(shared) :][:30])
         encoded = self.encode(through)
         ids, start = encoded.ids, self._token_after(shared, encoded)
         stop = self._stop(encoded, start, len(through) - len(tail) if through.endswith(tail) else None)
@@ -236,8 +237,10 @@ class Renderer:
         while stop is None and end > start and not self.tokenizer.decode(ids[end - 1]).strip():
             end -= 1  # whitespace that the template puts after the turn
         words, which = set(ids[start:end]) - self.special_ids, f" ({(messages[place].get('content') or '')[:30]!r})"
-        if words <= {self.tokenizer.unk_token_id}:
-            raise refusal("no_known_word" if words else "no_answer", which=which, unk=self.tokenizer.unk_token)
+        if not words:
+            raise refusal("no_answer", which=which)
+        if words == {self.tokenizer.unk_token_id}:
+            raise refusal("no_known_word", which=which, unk=self.tokenizer.unk_token)
         return Turn(place, encoded, start, end, stop)
 
     def _opening(self, through: str) -> str:

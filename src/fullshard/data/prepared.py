@@ -27,8 +27,7 @@ from fullshard.frozen import Frozen
 from fullshard.model.fetch import with_model_folder
 from fullshard.run_folder import DATA, LOCK, SCHEMA_VERSION, claim_run, clear, publish_folder, read_json, write_json
 
-FORMAT = 4  # of the files
-META, JOURNAL, JOURNAL_SECONDS = "meta.json", "journal.json", 5.0
+FORMAT, META, JOURNAL, JOURNAL_SECONDS = 4, "meta.json", "journal.json", 5.0
 OF_TOKENS = {"tokens": np.dtype(np.int32), "supervised": np.dtype(np.bool_)}
 COLUMNS = OF_TOKENS | {name: RECORD[name] for name in RECORD.names or ()}
 KINDS = {"int32": "I32", "bool": "BOOL", "uint64": "U64"}  # as safetensors names them

@@ -137,7 +137,7 @@ def hash_content(paths: Paths, data: DataSection) -> Iterator[tuple[str, int | N
                 next(records)  # raises what there is to say
             for path in filter(Path.is_file, sorted(content.rglob("*")) if content.is_dir() else [content]):
                 with Blame(DataError, f"{path}:1: cannot be read", "Check its rights."), open(path, "rb") as file:
-                    digest, lines = hashlib.sha256(), 0
+                    digest, lines = hashlib.sha256(), 1  # the last may not end
                     while block := file.read(BLOCK):
                         digest.update(block)
                         lines += block.count(b"\n")

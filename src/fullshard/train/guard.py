@@ -5,8 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-# A rank hangs: so long without a forward (on accelerators longer than collectives wait, 600 s: NCCL's flight recorder
-# has then written), and so many times the longest so far; or so long in a save.
+# A rank hangs: so long without a forward (accelerators: beyond NCCL's 600 s), and so many times the longest; or a save.
 LEAST_SECONDS, LEAST_ON_ACCELERATOR, SLOWER, SAVING_SECONDS = 300.0, 660.0, 20, 7200.0
 
 

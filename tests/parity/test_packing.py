@@ -10,13 +10,15 @@ from families import FAMILIES
 from rank_pool import pool
 from test_training import SGD, losses_of, make_run, train_on_ranks, weights_of
 from tiny_models import make_model, make_tokenizer
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from fullshard.data.prepared import Batch
 from fullshard.errors import ConfigError
 from fullshard.model.attention import BY_DOCUMENT, Documents
 from fullshard.model.load import attention_for, read_config
 from fullshard.run_folder import METRICS
-from fullshard.train.loss import LossModel
+from fullshard.train.loss import LossModel, batch_loss
 
 ROWS = [torch.arange(8, 14), torch.arange(20, 27)]  # A of 6 tokens, B of 7
 POSITIONS = torch.cat([torch.arange(len(row)) for row in ROWS])[None]
@@ -50,6 +52,23 @@ def test_families(tmp_path, family):
         assert (packed_and_apart(model, None) < 1e-5) == (family in MASKS_INSTEAD)
     else:
         assert isolated and documents is not None
+
+
+@pytest.mark.parametrize(("way", "computed"), [(BY_DOCUMENT, (1, 13)), ("sdpa", (2, 7))])
+def test_no_pad_is_computed_where_documents_are_attended_apart(tmp_path, way, computed):
+    """Two sequences of one document each, 6 and 7 tokens: the loss is that of both alone, whatever is computed."""
+    path = make_model(tmp_path, "llama")
+    model, seen = LossModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=way)), []
+    model.causal_lm.model.register_forward_pre_hook(
+        lambda _, given, named: seen.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    columns = (ROWS, [shifted(row) for row in ROWS], [torch.arange(len(row)) for row in ROWS])
+    columns += ([torch.ones_like(row) for row in ROWS],)
+    padded = [pad_sequence(column, True, value) for column, value in zip(columns, (0, -100, 0, 0), strict=True)]
+    loss = batch_loss(model, Batch(*padded, [[6], [7]]), torch.device("cpu"))
+    assert seen == [computed]
+    apart = sum(model(row[None], shifted(row)[None]) for row in ROWS)
+    assert float(loss.detach()) == pytest.approx(float(apart.detach()), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen2"])

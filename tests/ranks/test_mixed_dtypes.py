@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_tokenizer
 
 from fullshard.config import config_from_dict
+from fullshard.data.prepared import prepare
 from fullshard.model.blocks import is_adapter
+from fullshard.run_folder import PREPARED
 from fullshard.train.precision import precision_of
 
 SCALES = (0.0, 0.1, 0.2, 0.3)
@@ -130,6 +133,47 @@ def test_a_gradient_summed_in_fp32_travels_in_fp32(tmp_path, tied):
         for _, sent in answers:
             assert sent[holder] == {dtype}
             assert sent["model.layers.0"] == {"torch.bfloat16"}
+
+
+def run_in_small_chunks(ranks, run: str, config: dict) -> set[str]:
+    """A bf16 run in micro-batches of 4 tokens, chunks of 8 rows; the dtypes in which the head's gradient was sent."""
+    from fullshard.shard.simple.unit import Group
+    from fullshard.train import loop, loss
+
+    sent, start, chunk_bytes = set(), Group.start_reduce, loss.CHUNK_LOGIT_BYTES
+
+    def watched(group) -> None:
+        start(group)
+        if "lm_head" in group.unit.name:
+            sent.add(str(group._sent_WS.dtype))
+
+    plan = {"micro_batch": [4, "tokens"], "precision": "bf16", "recompute": False}
+    Group.start_reduce, loss.CHUNK_LOGIT_BYTES = watched, 4 * 64 * 8
+    try:
+        loop.run_rank(Path(run), config_from_dict(config), plan, ranks, None, True)
+    finally:
+        Group.start_reduce, loss.CHUNK_LOGIT_BYTES = start, chunk_bytes
+    return sent
+
+
+def test_a_row_longer_than_a_micro_batch_has_its_head_summed_in_fp32(tmp_path):
+    """It goes alone, in several chunks, though a micro-batch of the plan would fit one: the sums travel in fp32."""
+    model = make_tokenizer(make_model(tmp_path / "base", tied=False))
+    turns = [{"role": "user", "content": "red blue"}, {"role": "assistant", "content": " ".join(["green"] * 20)}]
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 2))
+    config = config_from_dict(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "packing": False},
+            "train": {"global_batch": "2 rows", "epochs": 1},
+            "output": str(tmp_path),
+            "method": "full",
+            "engine": "simple",
+        }
+    )
+    prepare(config, tmp_path / PREPARED)
+    answers = pool(2).run(run_in_small_chunks, str(tmp_path), config.model_dump(exclude_unset=True))
+    assert answers == [{"torch.float32"}] * 2
 
 
 def test_a_parameter_that_is_no_float_is_named(tmp_path):

@@ -1,14 +1,15 @@
 """Which rows make an optimizer step (windows), and how they lie on ranks and micro-batches (lay_out). No torch here."""
 
 import heapq
-from bisect import bisect_left, insort
-from collections import defaultdict
+from bisect import bisect_left
+from functools import partial
 import numpy as np
 from fullshard.config import TrainSection, parse_quantity
 from fullshard.errors import refusal
 
 Amount = tuple[int, str]  # of "rows" or "tokens"
 FEW = 32  # sequences a rank: one more of them is then 3 % and more of what the rank has to do
+LARGEST = 16  # windows of a run that are looked at for what a rank must hold
 
 
 def shuffle(num_rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -46,66 +47,72 @@ def windows_of_run(lengths: np.ndarray, train: TrainSection) -> list[tuple[int, 
     return steps[: train.max_steps]
 
 
+def heaviest(steps: list[tuple[int, np.ndarray]], lengths: np.ndarray) -> list[np.ndarray]:
+    """Windows of a run among which is the one that takes most memory: the LARGEST by tokens, and the longest row's."""
+    every = sorted((window for _, window in steps), key=lambda window: -lengths[window].sum())
+    return [*every[:LARGEST], max(every, key=lambda window: lengths[window].max())]
+
+
+def area_of(cell: list[list[int]], lengths: np.ndarray, packing: bool) -> int:
+    """Tokens of a micro-batch on one rank, pads included; packed documents are attended one by one, without pads."""
+    sizes = [int(lengths[sequence].sum()) for sequence in cell]
+    return sum(sizes) if packing else len(sizes) * max(sizes, default=0)
+
+
 def lay_out(
     window: np.ndarray, lengths: np.ndarray, num_ranks: int, micro: Amount, packing: bool, max_length: int
 ) -> list[list[list[list[int]]]]:
     """Lay one window out as ``[micro_batch][rank] -> sequences``; a sequence is a list of row ids, each whole and in
     one. Every rank has the same number of micro-batches; an empty list is a fill batch of weight zero. With ``packing``
     a sequence holds at most ``max_length`` tokens, else one row. ``micro``: (4, "rows"), at most 4 sequences, or (4096,
-    "tokens"), a padded area (sequences x longest) of 4096, but at least one. Similar areas lie side by side."""
+    "tokens"), an area (``area_of``) of 4096, but at least one sequence. Similar areas lie side by side."""
     sequences = _pack(window, lengths, num_ranks, max_length) if packing else [[int(row)] for row in window]
     sizes = {sequence[0]: sum(int(lengths[row]) for row in sequence) for sequence in sequences}
     sequences.sort(key=lambda sequence: (-sizes[sequence[0]], sequence[0]))
-    longest = sizes[sequences[0][0]] if sequences else 1
-    count, unit = (max(1, micro[0] // longest), "rows") if packing and micro[1] == "tokens" else micro
+    (count, unit), area = micro, partial(area_of, lengths=lengths, packing=packing)
 
-    def cut(area: int) -> list[list[list[int]]]:
+    def deal(number: int) -> list[list[list[int]]]:
+        if not packing:  # rows of like lengths come together
+            return [part.tolist() for part in np.array_split(np.array(sequences), number)]
+        return [sequences[n :: 2 * number] + sequences[2 * number - 1 - n :: 2 * number] for n in range(number)]
+
+    def cut(most: int) -> list[list[list[int]]]:
         cells: list[list[list[int]]] = []
         for sequence in sequences:
-            if not cells or (len(cells[-1]) + 1) * sizes[cells[-1][0][0]] > area:
+            if not cells or (len(cells[-1]) + 1) * sizes[cells[-1][0][0]] > most:
                 cells.append([])
             cells[-1].append(sequence)
         return cells
 
-    if unit == "rows":
-        turn = 2 * (-(-len(sequences) // (count * num_ranks)) * num_ranks or 1)  # uneven packed ones are dealt: to, fro
-        dealt = [sequences[cell::turn] + sequences[turn - 1 - cell :: turn] for cell in range(turn // 2)]
-        near = [[sequences[place] for place in part] for part in np.array_split(np.arange(len(sequences)), turn // 2)]
-        deals = packing and min(sizes.values(), default=longest) < 0.9 * longest
-        cells = [cell for cell in (dealt if deals else near) if cell]
+    if packing or unit == "rows":
+        whole = len(sequences) if unit == "rows" else sum(sizes.values())
+        number = -(-whole // (count * num_ranks)) * num_ranks or 1
+        while unit == "tokens" and number < len(sequences) and max(map(area, deal(number))) > count:
+            number += num_ranks
+        cells = [cell for cell in deal(number) if cell]
     else:  # the smallest area that needs no more cells
-        allowed, least = -(-len(cut(count)) // num_ranks) * num_ranks, min(longest, count)
-        cells = cut(bisect_left(range(count), True, least, key=lambda area: len(cut(area)) <= allowed))
-
-    def area_of(cell: list[list[int]]) -> int:
-        return len(cell) * sizes[cell[0][0]]
-
+        allowed, least = -(-len(cut(count)) // num_ranks) * num_ranks, min(count, max(sizes.values(), default=1))
+        cells = cut(bisect_left(range(count), True, least, key=lambda most: len(cut(most)) <= allowed))
     while len(cells) % num_ranks and any(len(cell) > 1 for cell in cells):  # rather split a cell than idle a rank
-        largest = max((cell for cell in cells if len(cell) > 1), key=area_of)
+        largest = max((cell for cell in cells if len(cell) > 1), key=area)
         cells.remove(largest)
         half = len(largest) // 2
         cells += [largest[:half], largest[half:]]
-    cells.sort(key=lambda cell: (-area_of(cell), cell[0][0]))
+    cells.sort(key=lambda cell: (-area(cell), cell[0][0]))
     cells += [[] for _ in range(-len(cells) % num_ranks)]
     return [cells[start : start + num_ranks] for start in range(0, len(cells), num_ranks)]
 
 
 def _pack(window: np.ndarray, lengths: np.ndarray, num_ranks: int, max_length: int) -> list[list[int]]:
-    """Sequences, even and as few as possible (FEW: a multiple of the ranks), or fewer by best-fit decreasing."""
+    """Sequences, even and as few as possible; up to FEW a rank they are a multiple of the ranks, if rows suffice."""
     rows = sorted(window.tolist(), key=lambda row: (-int(lengths[row]), row))
     sizes = lengths[rows].tolist()
     assert not rows or sizes[0] <= max_length, "rows over max_length are dropped or cut before packing"
-    tight, room = defaultdict(list), []  # sequences; the tokens that each has room for with its place, in order
-    for row, size in zip(rows, sizes, strict=True):
-        fitting = bisect_left(room, (size, 0))
-        left, place = room.pop(fitting) if fitting < len(room) else (max_length, len(tight))
-        tight[place].append(row)
-        insort(room, (left - size, place))
-    for least in range(-(-sum(sizes) // max_length) or 1, len(tight) + 1):
+    for least in range(-(-sum(sizes) // max_length), len(rows) + 1) if rows else ():
         count = min(-(-least // num_ranks) * num_ranks, len(rows)) if least <= FEW * num_ranks else least
         if (places := _fill_evenly(sizes, count, max_length)) is not None:
             return [[rows[i] for i in np.flatnonzero(places == place)] for place in range(count)]
-    return list(tight.values())
+    return []
 
 
 def _fill_evenly(sizes: list[int], count: int, max_length: int) -> np.ndarray | None:

@@ -180,7 +180,7 @@ def generate_ids(
 def answer_file(model: str | Path | Answerer, data: str | Path, **options: Any) -> list[dict[str, Any]]:
     """JSONL rows, each with the ``answer`` to its prompt or messages; takes generate_text's. DataError: has neither."""
     rows = []
-    for number, line in enumerate(Path(data).read_text(encoding="utf-8-sig").splitlines(), 1):
+    for number, line in enumerate(Path(data).read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             hint = 'A line each: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
             with Blame(DataError, f"{data}:{number} has neither prompt nor messages", hint):

@@ -33,7 +33,7 @@ from fullshard.run_folder import MERGE_FACTS, hold, newest_checkpoint, read_json
 from fullshard.train.precision import precision_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WRITERS, ALONE_BYTES = 3, 4 * 10**9  # processes, of a merge of so many bytes: each imports for seconds, and holds 50 MB
+WRITERS, ALONE_BYTES = 3, 2 * 10**9  # processes, of a merge of so many bytes: each imports for seconds, and holds 50 MB
 PROMPT = range(1, 17)  # token ids that a proof is computed on where the source brings none
 
 
@@ -51,7 +51,7 @@ class MergeResult(Frozen):
 class Inputs:
     """What is merged: its tensors, the base that they belong to, and what is known of them."""
 
-    def __init__(self, place: Path, step: int | None, base: str | None, hashed: bool = True) -> None:
+    def __init__(self, place: Path, step: int | None, base: str | None) -> None:
         """Open a run folder, or what another tool saved, for the model ``base``. MergeError, CheckpointError."""
         self.held = ExitStack()  # a run that trains does not prune its checkpoint before this is closed
         if (place / MANIFEST).is_file():  # a checkpoint in a run
@@ -68,14 +68,13 @@ class Inputs:
             lora = LoraSection(**trainer["adapter"]) if manifest.method == "lora" else None
             added = trainer.get("add_tokens", [])
             self.compute, self.proof = precision_of(trainer.get("precision", "fp32")).compute, self.source.proof()
-            read_manifest(folder, hashes=hashed)
             self.files = {folder / name: file.xxh3 for name, file in manifest.files.items()}
         else:
             if step is not None:
                 raise ConfigError(f"--step {step} is for run folders; {place} is none.", "Leave it out.")
             self.step, self.source = None, ForeignCheckpoint(place)
             lora, self.format = self.source.lora, self.source.format
-            self.files = {path: hash_file(path) if hashed else "" for path in self.source.files}
+            self.files = dict.fromkeys(self.source.files, "")
             if base is None and not (base := getattr(lora, "base_model_name_or_path", None)):
                 raise refusal("which_base", place=place)
             self.base = fetch_model(base)
@@ -97,7 +96,7 @@ class Inputs:
             "run": str(self.place.resolve()), "step": self.step, "format": self.format,
             "base_model": str(self.base.resolve()), "base_name": base_name(self.base),
             "method": "full" if self.adapters is None else "lora",
-            "checkpoint_xxh3": {path.name: found for path, found in self.files.items()},
+            "checkpoint_xxh3": {path.name: found or hash_file(path) for path, found in self.files.items()},
             "base_xxh3": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
             "adapters": self.adapters and len(self.adapters), "adapters_moved": self.adapters and self.moved,
             "settings": {name: data[name] for name in settings if data.get(name) is not None} if data else {},
@@ -143,6 +142,8 @@ def merge_run(
         trained_ids = read_json(inputs.place / run_folder.DATA, optional=True).get("stop_ids", ())
         notes = write_configs(inputs.base, unfinished, stored_dtype, trained_ids, inputs.names.vocabulary_size)
         progress("proving")
+        if inputs.step is not None:  # not before: what was just read lies in memory still
+            read_manifest(inputs.source.folder, hashes=True)
         stored, proof, lines = weights.prove(inputs, unfinished, outputs)
         notes += [f"tensor {name} is ignored by transformers, as in the base" for name in inputs.names.weights.ignored]
         notes += ["the base has no tokenizer files; none copied"] * (not any(unfinished.glob("tokenizer*")))
@@ -157,25 +158,26 @@ def merge_run(
 
 def _write(folder: Path, outputs: weights.Outputs, inputs: Inputs, dtype: str | None, size: int | str) -> list[str]:
     """``write_weights``, of a large model by several processes; what one leaves undone is done, or refused, here."""
+    for begun in folder.glob("*.part"):  # by a merge that was killed
+        begun.unlink()
     count = min(WRITERS, num_cores()) if sum(tensor.num_bytes for tensor in outputs) >= ALONE_BYTES else 1
-    command = [sys.executable, "-c", f"from {__name__} import be_writer; be_writer()"]
     what = [str(inputs.place), inputs.step, None if inputs.step else str(inputs.base), str(folder), dtype, size]
-    shares = [[*command, json.dumps([*what, (number, count)])] for number in range(1, count)]
+    command = [sys.executable, "-c", f"from {__name__} import be_writer; be_writer()", json.dumps(what)]
     apart = {"start_new_session": True, "stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with ExitStack() as stack:  # leaving it closes their stdin
-        children = [stack.enter_context(subprocess.Popen(share, **apart)) for share in shares]
-        weights.write_weights(folder, outputs, size, (0, count))
+        children = [stack.enter_context(subprocess.Popen(command, **apart)) for _ in range(1, count)]
+        weights.write_weights(folder, outputs, size, alone=count == 1)
         for child in children:
             child.wait()
         return weights.write_weights(folder, outputs, size)
 
 
 def be_writer() -> None:
-    """A child of ``_write``: write a share of the files, as long as the parent holds this process's stdin."""
+    """A child of ``_write``: write files, as long as the parent holds this process's stdin."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    place, step, base, folder, dtype, *how = json.loads(sys.argv[1])
-    exact = Inputs(Path(place), step, base, hashed=False).exact
-    weights.write_weights(Path(folder), weights.plan_outputs(exact, DTYPES.get(dtype)), *how)
+    place, step, base, folder, dtype, size = json.loads(sys.argv[1])
+    exact = Inputs(Path(place), step, base).exact
+    weights.write_weights(Path(folder), weights.plan_outputs(exact, DTYPES.get(dtype)), size, alone=False)
 
 
 def _refuse_output(output: Path, inputs: Inputs, overwrite: bool) -> None:

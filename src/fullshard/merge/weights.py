@@ -5,7 +5,7 @@ model/adapters.py; embeddings: W (tokens, width), A (rank, tokens), B (width, ra
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from fullshard.model.weight_map import WeightMap
 ASK_BASE = "Is this the base that the run was trained on?"
 Source = OwnCheckpoint | ForeignCheckpoint  # ``weights`` by name, ``read(name, start, stop)``
 Outputs = list["OutputTensor"]
-SHARD_SIZE = "4GB"
+SHARD_SIZE = "1GB"
 FACTS = read_table("merge/proof.yaml")
 MEAN_KL = 1e-3  # nats: of the folder from the training state, as it computed or as its masters are
 BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
@@ -191,17 +191,18 @@ def plan_outputs(exact: ExactWeights, dtype: torch.dtype | None) -> Outputs:
 
 
 @one_thread()
-def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE, share: Any = (0, 1)) -> list[str]:
-    """Write ``tensors`` in Hugging Face's layout, but files that are there; the names of all. ``share`` (k, n): of n
-    processes that write, the k-th, each every n-th file. MergeError: not finite."""
+def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE, alone: bool = True) -> list[str]:
+    """Write ``tensors`` in Hugging Face's layout, but files that are there; the names of all. Not ``alone``: files that
+    another process has begun are left to it. MergeError: not finite."""
     by_name = {tensor.name: tensor for tensor in tensors}
     sizes = {"get_storage_size": lambda tensor: tensor.num_bytes, "max_shard_size": size}
     with Blame(MergeError, f"--max-shard-size {size} cannot be used", "A number and its unit: 4GB, 500MB"):
         plan = split_state_dict_into_shards_factory(by_name, filename_pattern="model{suffix}.safetensors", **sizes)
-    for file, names in [*plan.filename_to_tensors.items()][share[0] :: share[1]]:
-        if not (folder / file).is_file():  # else of a merge that was killed: a file gets its name when it is whole
-            _write_file(folder / f"{file}.part", [by_name[name] for name in names])
-            (folder / f"{file}.part").replace(folder / file)
+    for file, names in plan.filename_to_tensors.items():
+        with suppress(FileExistsError):  # another process has begun it
+            if not (folder / file).is_file():  # else of a merge that was killed: a file gets its name when it is whole
+                _write_file(folder / f"{file}.part", [by_name[name] for name in names], "wb" if alone else "xb")
+                (folder / f"{file}.part").replace(folder / file)
     if not plan.is_sharded:
         return list(plan.filename_to_tensors)
     index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
@@ -209,7 +210,7 @@ def write_weights(folder: Path, tensors: Outputs, size: int | str = SHARD_SIZE, 
     return [*plan.filename_to_tensors, INDEX]
 
 
-def _write_file(path: Path, tensors: Outputs) -> None:
+def _write_file(path: Path, tensors: Outputs, mode: str) -> None:
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
@@ -218,12 +219,13 @@ def _write_file(path: Path, tensors: Outputs) -> None:
         header[tensor.name], position = facts, place[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with open(path, mode) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             for block in tensor.blocks():
                 stored = block.to(tensor.dtype).reshape(-1).contiguous()
-                if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and not torch.isfinite(stored).all():
+                checked = stored.dtype.is_floating_point and stored.dtype.itemsize > 1 and stored.numel()
+                if checked and not torch.stack(torch.aminmax(stored)).isfinite().all():  # 20 x as fast as on all
                     raise refusal("not_finite", name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."))
                 file.write(memoryview(stored.view(torch.uint8).numpy()))
         assert file.tell() == 8 + len(text) + position, f"{path}: the blocks of a tensor are not its size"

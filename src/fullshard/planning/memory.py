@@ -10,6 +10,7 @@ from fullshard.train.loss import CHUNK_LOGIT_BYTES
 from fullshard.train.precision import precision_of
 
 CPU_PROCESS_BYTES = 440_000_000  # torch, transformers, peft, gloo: 422 MB as a rank starts, 15 as it works
+PRODUCT_BYTES = 60_000_000  # on CPU, of products in 16 bits: 128 by shape, in two caches (device.py)
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
 HEAP_SLACK = 0.15  # of what blocks keep, on CPU: glibc's holes between tensors
@@ -113,7 +114,8 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     def shared(cause: str, each: int, count: int = size, factor: str = "", when: str = "always") -> Line:
         return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
-    process = ("libraries", CPU_PROCESS_BYTES) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
+    on_cpu = CPU_PROCESS_BYTES + PRODUCT_BYTES * (job.compute_bytes < 4)
+    process = ("libraries", on_cpu) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
         lines += [shared(f"{name} masters", does.weight), shared(f"{name} gradients", does.gradient, when=late)]

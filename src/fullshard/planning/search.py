@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 from fullshard.config import RunConfig, parse_quantity
-from fullshard.data.pack import lay_out, windows, windows_of_run
+from fullshard.data.pack import area_of, heaviest, lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
 from fullshard.errors import Blame, ConfigError, ModelError, PlanError, read_table, refusal
 from fullshard.frozen import Frozen
@@ -190,8 +190,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     train, packing, limit = config.train, config.data.packing, config.data.max_length
     longest, is_lora, adapters = longest_row(config, facts), config.method == "lora", facts.adapters
     lengths = np.minimum(facts.volume.lengths, limit)
-    ordered = sorted((w for _, w in windows_of_run(lengths, train)), key=lambda w: -lengths[w].sum())
-    steps = [*ordered[: TRIED["steps"]], np.argsort(-lengths, kind="stable")[: len(ordered[0])]]  # last: the trial's
+    steps = heaviest(windows_of_run(lengths, train), lengths)
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
     @cache
@@ -201,7 +200,9 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     precision, kind = choose_precision(config, facts.machine), facts.machine.kind
     supervised = min(1.0, TRIED["long_rows"] * facts.volume.supervised_share)
     whole = [lay_out(w, lengths, num_ranks, (1 << 40, "tokens"), packing, limit)[0] for w in steps]
-    share = max(_area_of(cell, lengths) for cells in whole for cell in cells)  # the most that a rank sees in a step
+    share = max(
+        area_of(cell, lengths, packing) for cells in whole for cell in cells
+    )  # the most that a rank sees in a step
     sizes = _micro_batches(config, facts, share)
     for reduce_each, recompute, micro_batch in itertools.product((False, True), recomputes, sizes):
         if reduce_each and not accumulates(micro_batch):
@@ -304,10 +305,6 @@ def _storage(shape: shapes.ModelShape, choice: Choice) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _area_of(sequences: list[list[int]], lengths: np.ndarray) -> int:
-    return len(sequences) * max((int(lengths[rows].sum()) for rows in sequences), default=0)
-
-
 def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch: tuple[int, str]) -> StepWork:
     """A rank's work, from windows laid out as in training."""
     packing, limit, every = config.data.packing, config.data.max_length, config.train.eval_every
@@ -317,7 +314,7 @@ def measure_work(config: RunConfig, num_ranks: int, volume: Volume, micro_batch:
     sampled = first[: min(TRIED["sampled_windows"], num_steps)]
     layouts = [lay_out(window, lengths, num_ranks, micro_batch, packing, limit) for window in sampled]
     tokens = [int(lengths[window].sum()) for window in sampled]
-    area = sum(max(_area_of(cell, lengths) for cell in cells) for layout in layouts for cells in layout)
+    area = sum(max(area_of(cell, lengths, packing) for cell in cells) for layout in layouts for cells in layout)
     scale, evaluations = num_steps / len(sampled), 1 + (num_steps // every if every else -(-num_steps // len(first)))
     supervised = sum(tokens) * scale * volume.supervised_share / num_ranks
     return StepWork(

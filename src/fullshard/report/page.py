@@ -194,7 +194,7 @@ def write_recipe_report(config: RunConfig, judged: Any, output: Place = None, la
     """Write the page of a recipe that has not run (default report.html): whether to train, by the Judgement ``judged``
     of its base, its plan and its data audit. Returns ``page``, ``decision`` (train, not_yet, mend) and ``reasons``."""
     with TemporaryDirectory() as folder:
-        data = audit_data(config, Path(folder) / "prepared", Path(folder) / "audit.html", lang)
+        data = audit_prepared(prepare(config, place := Path(folder) / "prepared"), place)
     figures, problem, (found,) = [], "", judged.comparisons
     try:
         figures = plan_figures(make_plan(config), lang)

@@ -15,9 +15,9 @@ import torch
 from fullshard.checkpoint.ranges import PROOF, Saver, load_checkpoint
 from fullshard.config import RunConfig
 from fullshard.data.chat import added_ids, choose_pad_id, load_tokenizer
-from fullshard.data.pack import lay_out, windows_of_run
+from fullshard.data.pack import area_of, heaviest, lay_out, windows_of_run
 from fullshard.data.prepared import PreparedData, make_batch, open_prepared
-from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32, trim_heap
+from fullshard.device import peak_memory_bytes, reset_peak_memory, set_fast_fp32
 from fullshard.errors import ConfigError, TrainError, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.adapters import peft_config_text
@@ -33,7 +33,7 @@ from fullshard.train.metrics import MetricsLog
 from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
-PROOF_TOKENS, TRIM_EVERY = 16, 4
+PROOF_TOKENS = 16
 SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
 
 
@@ -92,7 +92,7 @@ class Trainer:
         self.guard, self.saver = guard, Saver(run, ranks, config.train.keep_last, config.train.keep_best)
         self.run, self.config, self.ranks, self.data, self.held_out = run, config, ranks, data, held_out
         self.steps, self.log, self.packing = steps, log, config.data.packing
-        self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
+        count, unit = self.micro_batch = (int(plan["micro_batch"][0]), str(plan["micro_batch"][1]))
         self.saves_beside, self.steps_may_change = bool(plan.get("saves_beside")), bool(plan.get("steps_may_change"))
         self.precision = precision_of(str(plan["precision"]))
         tokenizer = load_tokenizer(config.model.path, config.model.add_tokens)
@@ -100,8 +100,8 @@ class Trainer:
         reset_peak_memory(ranks.device)
         self.start_bytes = peak_memory_bytes(ranks.device)  # libraries; nothing of the model yet
         planned = plan["recompute"], added_ids(tokenizer, config.model.add_tokens), plan.get("reduce_each", False)
-        micro_tokens = self.micro_batch[0] * (config.data.max_length if self.micro_batch[1] == "rows" else 1)
-        self.built: Built = build_sharded(config, ranks, self.precision, *planned, micro_tokens)
+        most = max(count * (config.data.max_length if unit == "rows" else 1), int(data.lengths.max()))
+        self.built: Built = build_sharded(config, ranks, self.precision, *planned, most)
         self.sharded = self.built.sharded
         self.optimizer, self.moments = updates.build_optimizer(config, self.sharded)
         self.scale, self.last_loss, self.last_eval = LossScale(self.precision.loss_scale), float("nan"), None
@@ -136,16 +136,19 @@ class Trainer:
         self.log.say(log_text("speed", self.ranks.num_ranks, self.flops_per_second))
 
     def _trial_step(self) -> None:
-        """Forward and backward of the longest rows, gradients dropped: if the worst micro-batch fits, all do."""
-        layout = self._layout(np.argsort(-self.data.lengths, kind="stable")[: max(1, len(self.steps[0][1]))])
-        batch = make_batch(self.data, layout[0][self.ranks.rank], self.pad_id)
-        for last in (False, True)[len(layout) < 2 :]:  # accumulation keeps whole gradients: part of the worst
+        """Forward and backward of the run's largest micro-batch, gradients dropped: if it fits, all do."""
+        layouts = [self._layout(window) for window in heaviest(self.steps, self.data.lengths)]
+        area = partial(area_of, lengths=self.data.lengths, packing=bool(self.packing))
+        worst = max((micro for layout in layouts for micro in layout), key=lambda micro: max(map(area, micro)))
+        batch = make_batch(self.data, worst[self.ranks.rank], self.pad_id)
+        accumulates = max(map(len, layouts)) > 1  # which keeps whole gradients: part of the worst
+        for last in (False, True) if accumulates else (True,):
             with self.sharded.microbatch(last):
                 batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
-        peak, longest = self.ranks.maximum(peak_memory_bytes(self.ranks.device)), int(self.data.lengths.max())
-        self.log.say(f"trial step on the longest rows ({longest} tokens): peak {peak / 1e9:.2f} GB a rank")
+        peak, tokens = self.ranks.maximum(peak_memory_bytes(self.ranks.device)), max(map(area, worst))
+        self.log.say(f"trial step on the largest micro-batch ({tokens} tokens): peak {peak / 1e9:.2f} GB a rank")
 
     def train(self, first_step: int) -> None:
         """Steps ``first_step`` + 1 to the end, with evaluations and checkpoints on their way."""
@@ -225,7 +228,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.sharded.after_step()
         self.last_loss, self.peak_bytes = loss_value, peak_memory_bytes(device)
-        trim_heap(0) if number % TRIM_EVERY == 0 else None  # without it 40 steps of SmolLM2-135M took 3.1, then 5.0 GB
         seconds = time.perf_counter() - started
         self.tokens_done, self.step_seconds = self.tokens_done + num_tokens, self.step_seconds + seconds
         work = (6 if self.config.method == "full" else 4) * self.built.num_parameters * num_tokens

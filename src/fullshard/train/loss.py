@@ -148,14 +148,15 @@ def find_router_loss(causal_lm: nn.Module) -> Any:
 
 
 def batch_loss(loss_model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Summed loss of one batch. Positions go to the model only where documents share a sequence."""
-    packed, documents = any(len(lengths) > 1 for lengths in batch.lengths), None
-    tensors = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask]
-    if packed and loss_model.attends_by_document:  # one sequence without any pad
+    """Summed loss of one batch. Positions go to the model only where documents lie in one sequence."""
+    lengths, documents = [length for row in batch.lengths for length in row], None
+    tensors, told = [batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask], len(batch.lengths)
+    if loss_model.attends_by_document and len(lengths) > 1:  # one sequence without any pad
         tensors = [tensor[batch.attention_mask.bool()][None] for tensor in tensors]
-        documents = Documents([[length for row in batch.lengths for length in row]])
+        documents, told = Documents([lengths]), 1
     input_ids, labels, position_ids, mask = (tensor.to(device) for tensor in tensors)
-    return loss_model(input_ids, labels, position_ids if packed else None, real_BS=mask, documents=documents)
+    position_ids = position_ids if len(lengths) > told else None
+    return loss_model(input_ids, labels, position_ids, real_BS=mask, documents=documents)
 
 
 def held_out_loss(

@@ -162,7 +162,8 @@ def test_rows_of_a_file_are_answered_as_single_prompts(tmp_path, llama):
     messages = [{"role": "user", "content": "sun moon"}]
     rows = [{"prompt": "red blue green", "id": 7}, {"messages": messages}, {"prompt": "star"}]
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n\n".join(json.dumps(row) for row in rows), encoding="utf-8-sig")
+    rows[0]["prompt"] += "\u2028green"  # a line of JSON may hold it as it is
+    file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8-sig")
     found = answer_file(llama, file, max_new_tokens=5)
     assert [{key: row[key] for key in row if key != "answer"} for row in found] == rows
     wanted = [generate_text(llama, [row.get("messages") or row["prompt"]], 5)[0] for row in rows]

@@ -64,17 +64,28 @@ def test_the_same_bytes(tmp_path, monkeypatch, base, started, kind):
 
 
 def test_what_a_killed_child_leaves_is_written_here(tmp_path, base, started, monkeypatch):
+    """It had begun a file, which the parent leaves to it until it is gone."""
     _, tensors = full_run(tmp_path / "run", base)
-    write = job.weights.write_weights
+    write, how = job.weights.write_weights, {"dtype": "fp32", "shard_bytes": SHARD_BYTES}
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "num_cores", lambda: 1)
+        alone = files_of(merge_run(tmp_path / "run", tmp_path / "alone", **how).folder)
+    second, begun = sorted(name for name in alone if name.endswith(".safetensors"))[1], []
 
-    def kill_first(*given):
+    def kill_first(folder, *given, **how):
         for child in started:
             child.kill()
-        return write(*given)
+            child.wait()
+        if not how.get("alone", True):
+            (folder / f"{second}.part").write_bytes(b"begun")
+            begun.append(folder)
+        return write(folder, *given, **how)
 
     monkeypatch.setattr(job.weights, "write_weights", kill_first)
-    merged = load_fp32(merge_run(tmp_path / "run", dtype="fp32", shard_bytes=SHARD_BYTES).folder)
-    assert [child.returncode for child in started] == [-9, -9]
+    merged = merge_run(tmp_path / "run", **how).folder
+    assert [child.returncode for child in started] == [-9, -9] and len(begun) == 1
+    assert files_of(merged) == alone
+    merged = load_fp32(merged)
     assert all(torch.equal(value, tensors[name]) for name, value in merged.named_parameters())
 
 
@@ -94,7 +105,7 @@ def test_what_a_child_refuses_is_said_here(tmp_path, base, started):
 def test_a_child_whose_parent_is_gone_ends(tmp_path, base):
     full_run(tmp_path / "run", base)
     (tmp_path / "out").mkdir()
-    given = json.dumps([str(tmp_path / "run"), 3, None, str(tmp_path / "out"), "fp32", SHARD_BYTES, (0, 1)])
+    given = json.dumps([str(tmp_path / "run"), 3, None, str(tmp_path / "out"), "fp32", SHARD_BYTES])
     command = [sys.executable, "-c", "from fullshard.merge.job import be_writer; be_writer()", given]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 1
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:

@@ -21,11 +21,11 @@ KILLED = f"""
 import os, signal, sys
 from fullshard.merge import job, weights
 inner, count = weights._write_file, []
-def write(path, tensors):
+def write(path, tensors, mode):
     if len(count) == 2:
         path.write_bytes(b"half a file")
         os.kill(os.getpid(), signal.SIGKILL)
-    count.append(inner(path, tensors))
+    count.append(inner(path, tensors, mode))
 weights._write_file = write
 job.merge_run(sys.argv[1], dtype="fp32", shard_bytes={SHARD_BYTES})
 """
@@ -91,7 +91,9 @@ def test_what_is_left_of_other_inputs_is_cleared(tmp_path, monkeypatch, changed)
     written = []
     write = job.weights.write_weights
     monkeypatch.setattr(
-        job.weights, "write_weights", lambda folder, *more: written.append(inodes(folder)) or write(folder, *more)
+        job.weights,
+        "write_weights",
+        lambda folder, *more, **how: written.append(inodes(folder)) or write(folder, *more, **how),
     )
     found = inodes(merge_run(run, **settings).folder)
     assert written[0] == {} and len(left) > 4 and found

@@ -3,7 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 import torch
@@ -17,19 +17,6 @@ from fullshard.model.load import AGAIN, SINGLE, FileTensor, Part, read_header, w
 FACTS = read_table("merge/readers/foreign.yaml")
 BESIDE, CHANGED_BASE, DCP = tuple(FACTS["beside"]), tuple(FACTS["changed_base"]), ".metadata"
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-class SavedPart(Part):
-    """A part that is a whole file of torch.save, ``size`` bytes from ``position`` of a DCP file."""
-
-    size: int = 0
-
-    def rows(self, first: int, last: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows [first, last) of the part."""
-        found = _in_file(self.file, self.position, self.size)
-        if (found.dtype, tuple(found.shape) or (1,)) != (dtype, self.shape):
-            raise MergeError(f"{self.file} holds other tensors than {DCP} says.", AGAIN)
-        return _part(self.file, found, self.offsets, self.position).rows(first, last, dtype, out)
 
 
 class PairedRows(FileTensor):
@@ -53,14 +40,16 @@ def read_dcp(folder: Path) -> dict[str, FileTensor]:
         places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         tensors = {}
         for name, facts in metadata.state_dict_metadata.items():
-            if isinstance(facts, TensorStorageMetadata):
-                parts = []
-                for chunk in facts.chunks:
+            if isinstance(facts, TensorStorageMetadata) and not name.split(".")[0].startswith(BESIDE):
+                parts, dtype = [], facts.properties.dtype
+                for chunk in facts.chunks:  # each a whole file of torch.save
                     info = places[name, tuple(chunk.offsets)]
-                    block = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
-                    place = inside(folder, info.relative_path), info.offset
-                    parts.append(SavedPart(*place, *block, kind=MergeError, size=info.length))
-                tensors[name] = FileTensor(tuple(facts.size), facts.properties.dtype, tuple(parts))
+                    path = inside(folder, info.relative_path)
+                    found = _in_file(path, info.offset, info.length)
+                    if (found.dtype, tuple(found.shape)) != (dtype, tuple(chunk.sizes)):
+                        raise MergeError(f"{path} holds other tensors than {DCP} says.", AGAIN)
+                    parts.append(_part(path, found, tuple(chunk.offsets) or (0,), info.offset))
+                tensors[name] = FileTensor(tuple(facts.size), dtype, tuple(parts))
     return tensors
 
 
@@ -87,7 +76,6 @@ def read_pickles(path: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-@cache
 def _in_file(path: Path, position: int, size: int) -> Any:
     """What torch.save wrote there: its tensors without values, which know where in the file these lie."""
     with Blame(MergeError, f"{path} cannot be read", AGAIN), open(path, "rb") as file, FakeTensorMode():

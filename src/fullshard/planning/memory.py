@@ -1,5 +1,4 @@
 """Memory of one rank as closed formulas, by cause; docs/memory.md derives each and shows what was measured beside it.
-
 Activations of our own runs are traced (activations.py); of others', and where a model cannot be traced, by formula."""
 
 import math
@@ -114,8 +113,8 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     def shared(cause: str, each: int, count: int = size, factor: str = "", when: str = "always") -> Line:
         return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
-    on_cpu = CPU_PROCESS_BYTES + PRODUCT_BYTES * (job.compute_bytes < 4)
-    process = ("libraries", on_cpu) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
+    libraries = CPU_PROCESS_BYTES + PRODUCT_BYTES * (job.compute_bytes < 4)
+    process = ("libraries", libraries) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
         lines += [shared(f"{name} masters", does.weight), shared(f"{name} gradients", does.gradient, when=late)]

@@ -84,8 +84,7 @@ class Inputs:
         self.names = weights.ModelNames(self.base, lora, added_ids(self.tokenizer, added))
         if isinstance(self.source, ForeignCheckpoint):
             self.names = self.source.take(self.names, lambda new_ids: weights.ModelNames(self.base, lora, new_ids))
-        self.adapters = weights.read_adapters(self.source, self.names) if lora else None
-        self.moved = sum(one.has_moved for one in (self.adapters or {}).values())
+        self.adapters, self.moved = weights.read_adapters(self.source, self.names) if lora else (None, 0)
         self.exact = weights.ExactWeights(self.names, self.source, self.adapters)
 
     def facts(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 import torch
@@ -17,14 +17,14 @@ from fullshard.checkpoint.ranges import OwnCheckpoint
 from fullshard.errors import Blame, MergeError, read_table, refusal
 from fullshard.frozen import Frozen
 from fullshard.merge.readers.foreign import ForeignCheckpoint
-from fullshard.model.adapters import AdapterPlace, adapter_places, inject_adapters
+from fullshard.model.adapters import adapter_places, inject_adapters
 from fullshard.model.blocks import PEFT_PREFIX, exchanged, find_blocks, is_adapter, stored_name
 from fullshard.model.load import DTYPE_NAMES, INDEX, FileTensor, WeightFiles, build_on_meta
 from fullshard.model.weight_map import WeightMap
 
 ASK_BASE = "Is this the base that the run was trained on?"
 Source = OwnCheckpoint | ForeignCheckpoint  # ``weights`` by name, ``read(name, start, stop)``
-Outputs = list["OutputTensor"]
+Outputs, Adapters = list["OutputTensor"], dict[str, Callable[[], "Adapter"]]
 SHARD_SIZE = "1GB"
 FACTS = read_table("merge/proof.yaml")
 MEAN_KL = 1e-3  # nats: of the folder from the training state, as it computed or as its masters are
@@ -69,8 +69,8 @@ class Adapter(Frozen):
         return folded if factor is None else folded.mul_(factor)
 
 
-def read_adapters(checkpoint: Source, names: ModelNames) -> dict[str, Adapter]:
-    """Adapters by the parameter they change. MergeError where one does not fit, there is none, or none moved."""
+def read_adapters(checkpoint: Source, names: ModelNames) -> tuple[Adapters, int]:
+    """What reads an adapter, by the parameter it changes; how many moved. MergeError: one is unfit, or none moved."""
     if not (found := [name for name in checkpoint.weights if ".lora_" in name or name.startswith(PEFT_PREFIX)]):
         raise MergeError(f"{checkpoint.folder} holds no adapter tensors.", "Use another step, or train again.")
     for name in found:
@@ -78,18 +78,20 @@ def read_adapters(checkpoint: Source, names: ModelNames) -> dict[str, Adapter]:
             raise MergeError(f"{name} has shape {shape}; this base needs {expected or 'no such adapter'}.", ASK_BASE)
     if absent := [name for name in names.adapter_shapes if name not in checkpoint.weights]:
         raise MergeError(f"{absent[0]} is missing ({len(absent)} such tensors).", "Use another step.")
-    adapters = {}
+    adapters, moved, read = {}, 0, lru_cache(1)(partial(_read_one, checkpoint, names))
     for module, place in names.places.items():
         if place.parameter in names.weights.aliases:
             raise refusal("shared_weight", module=module, weight=place.parameter.removesuffix(".weight"))
-        adapters[names.canonical[place.parameter]] = _read_one(module, place, checkpoint, names)
-    if not any(adapter.has_moved for adapter in adapters.values()):
+        adapters[names.canonical[place.parameter]] = partial(read, module)
+        moved += read(module).has_moved
+    if not moved:
         raise refusal("never_moved", count=len(adapters), place=checkpoint.folder)
-    return adapters
+    return adapters, moved
 
 
-def _read_one(module: str, place: AdapterPlace, checkpoint: Source, names: ModelNames) -> Adapter:
+def _read_one(checkpoint: Source, names: ModelNames, module: str) -> Adapter:
     """One adapter; it has moved where its B A is not zero (an embedding starts from A = 0, the others from B = 0)."""
+    place = names.places[module]
     suffixes = ("embedding_A", "embedding_B") if place.layout == "embedding" else ("A.weight", "B.weight")
     stored = [f"{module}.lora_{suffix}" for suffix in suffixes]
     down, up = (checkpoint.read(name).view(names.adapter_shapes[name]).float() for name in stored)
@@ -138,7 +140,7 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 class ExactWeights:
     """The exact value of every parameter after training: as trained, folded in fp32, or the base's own."""
 
-    def __init__(self, names: ModelNames, checkpoint: Source, adapters: dict[str, Adapter] | None) -> None:
+    def __init__(self, names: ModelNames, checkpoint: Source, adapters: Adapters | None) -> None:
         """``adapters``: None for a full fine-tuning, which must hold all parameters. MergeError: one does not fit."""
         self.names, self._checkpoint, self._folded = names, checkpoint, adapters or {}
         self._trained = {name for name in checkpoint.weights if ".lora_" not in name}
@@ -160,7 +162,7 @@ class ExactWeights:
         values, shape = source.read(stored, start=start, stop=stop).to(compute), weights.shapes[name]
         if canonical not in self._folded:
             return values
-        return self._folded[canonical].fold(values.view(-1, *shape[1:]), start // math.prod(shape[1:])).reshape(-1)
+        return self._folded[canonical]().fold(values.view(-1, *shape[1:]), start // math.prod(shape[1:])).reshape(-1)
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""

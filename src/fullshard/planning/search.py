@@ -200,9 +200,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     precision, kind = choose_precision(config, facts.machine), facts.machine.kind
     supervised = min(1.0, TRIED["long_rows"] * facts.volume.supervised_share)
     whole = [lay_out(w, lengths, num_ranks, (1 << 40, "tokens"), packing, limit)[0] for w in steps]
-    share = max(
-        area_of(cell, lengths, packing) for cells in whole for cell in cells
-    )  # the most that a rank sees in a step
+    share = max(area_of(cell, lengths, packing) for cells in whole for cell in cells)  # of a rank in a step
     sizes = _micro_batches(config, facts, share)
     for reduce_each, recompute, micro_batch in itertools.product((False, True), recomputes, sizes):
         if reduce_each and not accumulates(micro_batch):

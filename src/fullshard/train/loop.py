@@ -136,13 +136,12 @@ class Trainer:
         self.log.say(log_text("speed", self.ranks.num_ranks, self.flops_per_second))
 
     def _trial_step(self) -> None:
-        """Forward and backward of the run's largest micro-batch, gradients dropped: if it fits, all do."""
+        """Forward and backward of the run's largest micro-batch; where some accumulate, whole gradients are kept."""
         layouts = [self._layout(window) for window in heaviest(self.steps, self.data.lengths)]
         area = partial(area_of, lengths=self.data.lengths, packing=bool(self.packing))
         worst = max((micro for layout in layouts for micro in layout), key=lambda micro: max(map(area, micro)))
         batch = make_batch(self.data, worst[self.ranks.rank], self.pad_id)
-        accumulates = max(map(len, layouts)) > 1  # which keeps whole gradients: part of the worst
-        for last in (False, True) if accumulates else (True,):
+        for last in (False, True)[max(map(len, layouts)) < 2 :]:
             with self.sharded.microbatch(last):
                 batch_loss(self.built.loss_model, batch, self.ranks.device).backward()
         self.optimizer.zero_grad(set_to_none=True)

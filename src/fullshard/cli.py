@@ -83,7 +83,8 @@ def _call(place: str, says: str, **given: Any) -> Iterator[Any]:
     yield from [resolve_name("jinja2:Template")(says).render(result=result)] if says else []
 
 
-def _plan(recipe: str, overrides: list[str], probe: bool, **options: Any) -> Iterator[Any]:
+def _plan(recipe: str, overrides: list[str], probe: bool, method: str | None, **options: Any) -> Iterator[Any]:
+    overrides = [*overrides, *([f"method={method}"] if method else [])]
     compare, explain, html, lang = (options.pop(key) for key in ("compare", "explain", "html", "lang"))
     if compare and explain:
         raise UserError("--explain is about one plan, --compare shows several.", "Leave one of them out.")
@@ -92,8 +93,9 @@ def _plan(recipe: str, overrides: list[str], probe: bool, **options: Any) -> Ite
     if probe:
         made = fullshard.probe_run(recipe, overrides, **options)
     else:
-        make = fullshard.compare_plans if compare else fullshard.make_plan
-        made = make(fullshard.load_config(recipe, overrides), **options)
+        config = fullshard.load_config(recipe, overrides, or_model=True)
+        options["rows"] = options["rows"] or (None if Path(recipe).is_file() else 10_000)  # a model has no data
+        made = (fullshard.compare_plans if compare else fullshard.make_plan)(config, **options)
     page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
     yield made
     yield made.to_text(explain=True) if explain else made.to_text()

@@ -192,12 +192,15 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.
 YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)  # the last three: !!int abc
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """A YAML recipe with ``a.b=value`` overrides; relative paths start at the caller. ConfigError: all problems."""
-    if not (path := Path(path)).is_file():
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), or_model: bool = False) -> RunConfig:
+    """A YAML recipe with ``a.b=value`` overrides; relative paths start at the caller. ``or_model``: or a model's folder
+    or id, for which all else is a default (a plan needs no more). ConfigError: all problems."""
+    is_file = (path := Path(path)).is_file()
+    if not is_file and not (or_model and path.suffix not in (".yaml", ".yml")):
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
+        alone = {"model": {"path": str(path)}, "data": {"train": "rows.jsonl"}, "output": "run"}
+        values = alone if not is_file else yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except YAML_ERRORS as error:
         raise ConfigError(f"{path} is not readable YAML: {error}", "See examples/ for complete recipes.") from None
     if not isinstance(values, dict):

@@ -85,8 +85,7 @@ def lay_out(
         return cells
 
     if packing or unit == "rows":
-        whole = len(sequences) if unit == "rows" else sum(sizes.values())
-        number = -(-whole // (count * num_ranks)) * num_ranks or 1
+        number = -(-(len(sequences) if unit == "rows" else sum(sizes.values())) // (count * num_ranks)) * num_ranks or 1
         while unit == "tokens" and number < len(sequences) and max(map(area, deal(number))) > count:
             number += num_ranks
         cells = [cell for cell in deal(number) if cell]

@@ -33,8 +33,7 @@ from fullshard.train.metrics import MetricsLog
 from fullshard.train.precision import LossScale, held_line, log_text, precision_of, unmoved_line
 from fullshard.train.setup import LOSS_CHECK_TOKENS, Built, GradientReach, build_sharded, check_loss_path, check_packing
 
-PROOF_TOKENS = 16
-SPIKE, SPIKE_STEPS = 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
+PROOF_TOKENS, SPIKE, SPIKE_STEPS = 16, 3.0, 20  # a loss over 3 x the median of the last 20 (at least 8) is a spike
 
 
 class TrainResult(Frozen):

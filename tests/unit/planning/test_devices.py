@@ -164,6 +164,27 @@ def test_a_model_that_is_neither_here_nor_shipped_is_refused(tmp_path):
         make_plan(example("qwen3_8b_lora_4x4090", model={"path": str(tmp_path / "none")}), devices="4x4090")
 
 
+def test_a_model_alone_is_planned_with_defaults(capsys, tmp_path, k1_folder, monkeypatch):
+    """An id that is shipped, a folder; --method and keys as of a recipe. Neither file nor model, nor a key: refused."""
+    monkeypatch.chdir(tmp_path)
+    for model, wanted, longest in (("Qwen/Qwen3-8B", QWEN3_8B, 512), (str(k1_folder), None, 64)):  # its positions
+        plans = {}
+        for method in ("full", "lora"):
+            with pytest.raises(SystemExit) as stopped:
+                cli.main(["plan", model, "--method", method, "--devices", "8xh100", "data.max_length=512", "--json"])
+            assert not stopped.value.code
+            plans[method] = json.loads(capsys.readouterr().out)
+        assert [plan["method"] for plan in plans.values()] == ["full", "lora"]
+        assert plans["full"]["rows"] == 10_000 and plans["full"]["longest"] == longest and plans["full"]["is_assumed"]
+        masters = next(line for line in plans["full"]["lines"] if "masters" in line["cause"])
+        assert wanted is None or masters["bytes"] == 4 * wanted // 8
+    for arguments in (["none"], ["none.yaml"], ["Qwen/Qwen3-8B", "--method", "some"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["plan", *arguments])
+        assert stopped.value.code == 2
+    assert not any(tmp_path.iterdir())
+
+
 def test_command_line(capsys):
     recipe = str(ROOT / "examples" / "qwen3_8b_lora_4x4090.yaml")
     with pytest.raises(SystemExit) as stopped:

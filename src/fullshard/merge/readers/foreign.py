@@ -44,8 +44,7 @@ def read_dcp(folder: Path) -> dict[str, FileTensor]:
                 parts, dtype = [], facts.properties.dtype
                 for chunk in facts.chunks:  # each a whole file of torch.save
                     info = places[name, tuple(chunk.offsets)]
-                    path = inside(folder, info.relative_path)
-                    found = _in_file(path, info.offset, info.length)
+                    found = _in_file(path := inside(folder, info.relative_path), info.offset, info.length)
                     if (found.dtype, tuple(found.shape)) != (dtype, tuple(chunk.sizes)):
                         raise MergeError(f"{path} holds other tensors than {DCP} says.", AGAIN)
                     parts.append(_part(path, found, tuple(chunk.offsets) or (0,), info.offset))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fullshard.config import config_from_dict
-from fullshard.data.pack import windows, windows_of_run
+from fullshard.data.pack import lay_out, windows, windows_of_run
 from fullshard.errors import ConfigError, DataError, ModelError, PlanError
 from fullshard.planning import search
 from fullshard.planning.plan import format_bytes, format_minutes
@@ -121,12 +121,20 @@ def test_micro_batch_is_bounded_by_the_step_and_holds_the_longest_row(on_machine
 
 
 def test_the_largest_step_is_one_micro_batch_where_that_fits(on_machine, recipe, tmp_path):
-    """4 rows a step on 2 ranks: mostly 100 tokens a rank, but 1,000 where the four longest rows meet."""
-    config, facts = facts_of_a_larger_model(recipe, tmp_path, [50] * 96 + [500] * 4)
+    """4 rows a step on 2 ranks: mostly 100 tokens a rank, but 500 and more where long rows are in the step. Sizes are
+    multiples of 64: with 64 less some step would take two micro-batches and keep whole gradients."""
+    lengths = [50] * 70 + [500] * 30
+    config, facts = facts_of_a_larger_model(recipe, tmp_path, lengths)
     train = config.train.model_copy(update={"global_batch": "4 rows", "micro_batch": None})
     data = config.data.model_copy(update={"max_length": 512, "packing": True})
     found = choose(config.model_copy(update={"train": train, "data": data}), 2, facts)
-    assert found.micro_batch == (1024, "tokens") and not found.job.accumulates
+    size, unit = found.micro_batch
+    steps = [window for _, window in windows_of_run(np.array(lengths), train)]
+    counts = {
+        less: max(len(lay_out(window, np.array(lengths), 2, (size - less, "tokens"), True, 512)) for window in steps)
+        for less in (0, 64)
+    }
+    assert unit == "tokens" and counts == {0: 1, 64: 2} and not found.job.accumulates
 
 
 def test_full_fine_tuning_in_several_micro_batches_keeps_whole_gradients(on_machine, recipe):

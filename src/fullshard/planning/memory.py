@@ -27,7 +27,7 @@ class Job(Frozen):
     optimizer: str  # adamw | sgd
     num_ranks: int
     precision: str  # a mode of train/precision.py
-    micro_tokens: int  # padded area, rows x longest, of one micro-batch on one rank
+    micro_tokens: int  # of one micro-batch on one rank, pads included
     longest: int  # tokens of the longest row
     recompute: bool | int  # how many of the first blocks; True: all
     accumulates: bool  # whole gradients are kept over several micro-batches

@@ -21,7 +21,7 @@ class Plan(Frozen):
     device: str  # cpu | cuda | npu
     engine: str  # torch | simple
     precision: str  # a mode of train/precision.py
-    micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens") of padded area
+    micro_batch: tuple[int, str]  # per rank and forward: (4, "rows") or (2048, "tokens"), pads included
     recompute: bool | int  # how many of the first blocks; True: all
     lines: tuple[Line, ...]
     moments: dict[str, int]  # peak of load, train, eval, save, merge

@@ -94,7 +94,6 @@ def _plan(recipe: str, overrides: list[str], probe: bool, method: str | None, **
         made = fullshard.probe_run(recipe, overrides, **options)
     else:
         config = fullshard.load_config(recipe, overrides, or_model=True)
-        options["rows"] = options["rows"] or (None if Path(recipe).is_file() else 10_000)  # a model has no data
         made = (fullshard.compare_plans if compare else fullshard.make_plan)(config, **options)
     page = fullshard.write_plan_page(made, html or "plan.html", lang) if html or lang != "en" else None
     yield made

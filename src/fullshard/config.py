@@ -189,18 +189,18 @@ class _RecipeLoader(yaml.SafeLoader):
 
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+NO_DATA = "no data"  # data.train of a model that is planned alone
 YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)  # the last three: !!int abc
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), or_model: bool = False) -> RunConfig:
-    """A YAML recipe with ``a.b=value`` overrides; relative paths start at the caller. ``or_model``: or a model's folder
-    or id, for which all else is a default (a plan needs no more). ConfigError: all problems."""
+    """A recipe (``or_model``: or defaults for a model) with ``a.b=value`` changes. Paths: the caller's. ConfigError."""
     is_file = (path := Path(path)).is_file()
     if not is_file and not (or_model and path.suffix not in (".yaml", ".yml")):
         raise ConfigError(f"No recipe at {path}.", "Make one: fullshard init MODEL DATA")
     try:
-        alone = {"model": {"path": str(path)}, "data": {"train": "rows.jsonl"}, "output": "run"}
-        values = alone if not is_file else yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
+        alone = {"model": {"path": str(path)}, "data": {"train": NO_DATA}, "output": "run"}
+        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader) if is_file else alone
     except YAML_ERRORS as error:
         raise ConfigError(f"{path} is not readable YAML: {error}", "See examples/ for complete recipes.") from None
     if not isinstance(values, dict):

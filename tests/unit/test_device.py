@@ -202,31 +202,25 @@ def test_tf32_is_set_where_the_chip_has_it_and_refused_elsewhere(monkeypatch, ki
 
 
 GROWTH = """
-import ctypes, os, torch
+import re, torch
 {setting}
-class Heap(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "a b c d e f g used i j".split()]
-mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = Heap
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 weight = torch.ones(512, 512, dtype=torch.bfloat16)
-torch.nn.functional.linear(torch.ones(3, 512, dtype=torch.bfloat16), weight)
-before = mallinfo().used
-for rows in range(8, 408):
+torch.nn.functional.linear(torch.ones(407, 512, dtype=torch.bfloat16), weight)
+before = resident()
+for rows in range(8, 407):
     torch.nn.functional.linear(torch.ones(rows, 512, dtype=torch.bfloat16), weight)
-print(mallinfo().used - before)
+print(resident() - before)
 """
 
 
 def test_products_of_ever_other_shapes_do_not_fill_the_memory():
-    """torch and oneDNN keep what they made for each shape, 1,024 of them: 14 MB a step where lengths differ (LOG)."""
+    """torch and oneDNN keep what they made for each shape, 1,024 of them: 14 MB a step where lengths differ (LOG). What
+    a CPU keeps of 399 shapes without bounds is halved, unless it is next to nothing."""
     grown = []
-    for setting in ("os.environ['FULLSHARD_TEST'] = ''", "import fullshard.device"):
-        code = GROWTH.format(setting=setting)
+    for setting in ("", "import fullshard.device"):
         clean = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=clean)
-        if "mallinfo2" in done.stderr:
-            pytest.skip("this C library does not count its heap")
-        grown.append(int(done.stdout))
-    if grown[0] < 2e7:
-        pytest.skip(f"this CPU keeps {grown[0] / 1e6:.1f} MB for 400 shapes")
-    assert grown[1] < 0.5 * grown[0]
+        code = [sys.executable, "-c", GROWTH.format(setting=setting)]
+        grown.append(int(subprocess.run(code, capture_output=True, text=True, check=True, env=clean).stdout))
+    assert grown[1] < max(0.5 * grown[0], 2e7), grown

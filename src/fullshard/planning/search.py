@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import yaml
-from fullshard.config import RunConfig, parse_quantity
+from fullshard.config import NO_DATA, RunConfig, parse_quantity
 from fullshard.data.pack import area_of, heaviest, lay_out, windows, windows_of_run
 from fullshard.device import default_ranks, device_kind, device_memory, device_name, kind_of_card, require_tf32
 from fullshard.errors import Blame, ConfigError, ModelError, PlanError, read_table, refusal
@@ -116,7 +116,8 @@ def _start(
         fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if not num_ranks % n)
         raise refusal("replicas_planned", replicas=config.train.replicas, ranks=num_ranks, fitting=fitting)
     files = [file.path for file in config.train_files] + [config.data.eval] * isinstance(config.data.eval, str)
-    read_here = not rows and not mean_tokens and (card is None or all(Path(file).exists() for file in files))
+    given = not rows and not mean_tokens and config.data.train != NO_DATA
+    read_here = given and (card is None or all(Path(file).exists() for file in files))
     facts = read_facts(config, card, None if read_here else assume_volume(config, rows, mean_tokens))
     kind = choose_precision(config, facts.machine).partition("_")[0]
     if card and kind not in card.flops:

@@ -183,6 +183,8 @@ def test_a_model_alone_is_planned_with_defaults(capsys, tmp_path, k1_folder, mon
             cli.main(["plan", *arguments])
         assert stopped.value.code == 2
     assert not any(tmp_path.iterdir())
+    here = make_plan(load_config(k1_folder, or_model=True), ranks=2)  # from Python, for this machine
+    assert here.is_assumed and here.rows == 10_000
 
 
 def test_command_line(capsys):

@@ -28,7 +28,7 @@ from measuring import hardware, hardware_name
 
 from fullshard.config import config_from_dict
 from fullshard.data.chat import Renderer, load_tokenizer
-from fullshard.data.pack import lay_out, windows
+from fullshard.data.pack import area_of, lay_out, windows
 from fullshard.data.prepared import open_prepared, prepare
 from fullshard.data.sources import iterate_rows
 from fullshard.model.fetch import ensure_default_model
@@ -86,8 +86,9 @@ def measure_speed(model: Path, data: Path, repeats: int) -> dict:
 
 def measure_fill(model: Path, data: Path) -> dict:
     """Over an epoch of windows of 32,768 tokens (the last one is a part and left out), tokens over three things.
-    ``of_sequences``: sequences x max_length. ``of_computed_positions``: a batch is as long as its longest sequence.
-    ``of_slowest_rank``: ranks x positions of the rank that has most in each micro-batch, for which the others wait."""
+    ``of_sequences``: sequences x max_length. ``of_computed_positions``: where attention needs masks, so that a batch is
+    as long as its longest sequence. ``of_slowest_rank``: ranks x tokens of the rank that has most in each micro-batch,
+    for which the others wait (by document: without pads)."""
     found = {}
     for max_length in (1024, 2048):
         out = data.with_suffix(f".{max_length}")
@@ -99,7 +100,8 @@ def measure_fill(model: Path, data: Path) -> dict:
                 layout = lay_out(window, lengths, num_ranks, (4, "rows"), True, max_length)
                 sizes = [[[int(lengths[rows].sum()) for rows in cell] for cell in micro] for micro in layout]
                 computed = [[len(cell) * max(cell, default=0) for cell in micro] for micro in sizes]
-                tokens, slowest = int(lengths[window].sum()), num_ranks * sum(map(max, computed))
+                most = sum(max(area_of(cell, lengths, packing=True) for cell in micro) for micro in layout)
+                tokens, slowest = int(lengths[window].sum()), num_ranks * most
                 counts.append(sum(len(cell) for micro in sizes for cell in micro))
                 shares.append([tokens / (counts[-1] * max_length), tokens / sum(map(sum, computed)), tokens / slowest])
             names = ("of_sequences", "of_computed_positions", "of_slowest_rank")

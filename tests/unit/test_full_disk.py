@@ -44,7 +44,7 @@ def test_a_checkpoint_that_does_not_fit_keeps_the_older_one(tmp_path, limit_byte
 
 
 def test_a_full_disk_is_the_users_to_solve(monkeypatch, capsys):
-    def full(*arguments):
+    def full(*arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(fullshard, "load_config", full, raising=False)

@@ -3,7 +3,7 @@
     python benchmarks/plan.py [--only WORD] [--no-time] [--quick]
 
 Models of 12 to 135 M parameters with random weights, SmolLM2's tokenizer, GSM8K; 1, 2 and 4 ranks, both engines, full
-and LoRA, fp32 and bf16, with and without recomputation: 46 configurations. Measured: VmHWM of the hungriest rank less
+and LoRA, fp32 and bf16, with and without recomputation: 58 configurations. Measured: VmHWM of the hungriest rank less
 what it had before the model (metrics.jsonl: memory_bytes, start_bytes). Planned: the larger of the moments load and
 train, less the line "libraries". Time: ``probe_run`` against the median step of a run of 8 steps started afterwards.
 About 25 minutes on 2 quiet cores; memory does not mind other work beside it (--no-time). Writes
@@ -26,6 +26,7 @@ from measuring import MODEL, hardware, spread, train, write
 from trl import GSM8K
 
 from fullshard import UserError
+from fullshard.planning.memory import CPU_PROCESS_BYTES
 
 PARTS = Path("/tmp/plan_rows.json")  # what has been measured so far
 SIZES = {  # hidden, layers, heads, key heads, MLP, tied, family
@@ -48,9 +49,10 @@ def configurations() -> list[dict[str, Any]]:
         ("12M", "45M", "60M", "135M"), ("simple", "torch"), ("full", "lora")
     ):
         found.append({"model": model, "ranks": 2, "engine": engine, "method": method, "recompute": "none"})
-    for engine, method, ranks in itertools.product(("simple", "torch"), ("full", "lora"), (2,)):
-        found.append({"model": "12M", "ranks": ranks, "engine": engine, "method": method, "recompute": "none"})
-        found[-1] |= {"precision": "bf16", "tokens": 256}
+    of_bf16 = (("12M", 256, "none"), ("30M", 1024, "none"), ("30M", 1024, "blocks"), ("135M", 512, "none"))
+    for (model, tokens, recompute), engine, method in itertools.product(of_bf16, ("simple", "torch"), ("full", "lora")):
+        found.append({"model": model, "ranks": 2, "engine": engine, "method": method, "recompute": recompute})
+        found[-1] |= {"precision": "bf16", "tokens": tokens}
     found += [{"model": "30M", "ranks": 2, "engine": engine, "method": "full", "recompute": "none", "windows": 3}
               for engine in ("simple", "torch")]  # fmt: skip
     for one in found:
@@ -114,8 +116,7 @@ def measure(one: dict[str, Any], model: Path, rows: Path, folder: Path, with_tim
         given["train"]["max_steps"] = 8
     run = train(given, one["ranks"], folder / "run")
     plan = json.loads((folder / "run" / "run" / "plan.json").read_text())
-    libraries = next(line["bytes"] for line in plan["lines"] if line["cause"] == "libraries")
-    planned = max(plan["moments"]["load"], plan["moments"]["train"]) - libraries
+    planned = max(plan["moments"]["load"], plan["moments"]["train"]) - CPU_PROCESS_BYTES
     last = run["steps"][-1]
     measured = last["memory_bytes"] - last["start_bytes"]
     found = {**one, "planned_bytes": planned, "measured_bytes": measured, "start_bytes": last["start_bytes"]}

@@ -143,8 +143,7 @@ def require_tf32() -> None:
 
 def set_fast_fp32(fast: bool) -> None:
     """fp32 products in TF32 or HF32 (ConfigError: the chip has none), or in full fp32: every switch is set."""
-    if fast:
-        require_tf32()
+    require_tf32() if fast else None
     torch.set_float32_matmul_precision("high" if fast else "highest")
     torch.backends.cudnn.allow_tf32 = fast
     if device_kind() == "npu":

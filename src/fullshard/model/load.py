@@ -240,8 +240,7 @@ def mended(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     result, notes = dict(values), []
     while (problem := _problem(result)) and (left := [key for key in result if key not in FACTS["token_keys"]]):
         named = re.search(r"`(\w+)`.*", problem)
-        removed = [named[1]] if named and named[1] in left else left
-        told = ", ".join(f"{key} {result.pop(key)}" for key in removed)
+        told = ", ".join(f"{key} {result.pop(key)}" for key in ([named[1]] if named and named[1] in left else left))
         notes.append(f"generation config: {told} removed, refused by transformers: {named[0] if named else problem}")
     return result, notes
 

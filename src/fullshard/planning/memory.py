@@ -2,6 +2,7 @@
 Activations of our own runs are traced (activations.py); of others', and where a model cannot be traced, by formula."""
 
 import math
+from fullshard.errors import read_table
 from fullshard.frozen import Frozen
 from fullshard.planning.activations import Kept, Trace
 from fullshard.planning.shape import ModelShape
@@ -9,12 +10,9 @@ from fullshard.train.loss import CHUNK_LOGIT_BYTES
 from fullshard.train.precision import precision_of
 
 CPU_PROCESS_BYTES = 440_000_000  # torch, transformers, peft, gloo: 422 MB as a rank starts, 15 as it works
-PRODUCT_BYTES = 60_000_000  # on CPU, of products in 16 bits: 128 by shape, in two caches (device.py)
 DEVICE_CONTEXT_BYTES = 900 * 2**20  # context, cuBLAS workspace and collective buffers, outside the allocator
 SLACK = 0.05  # of the transients: what the allocator holds beyond what is in use
-HEAP_SLACK = 0.15  # of what blocks keep, on CPU: glibc's holes between tensors
-HOLES = 0.4  # on CPU, of what a recomputed block held: what it keeps splits the place of what it does not
-COPIES = 2.5  # of the head that the torch engine holds on CPU: gathered and reduced in buffers of its own and gloo's
+HEAP, HEAP_UNIT_BYTES = read_table("planning/heap.yaml"), 32 << 20
 LOGIT_BYTES = 16  # a logit elsewhere: fp32 value, log-probability, gradient and one more, or its bf16 form
 LOAD_SPARE_BYTES, MERGE_SPARE_BYTES = 30_000_000, 100_000_000
 MOMENTS = ("always", "backward", "late", "head", "block", "step")  # late: backward's end; head, block: never together
@@ -27,7 +25,7 @@ class Job(Frozen):
     optimizer: str  # adamw | sgd
     num_ranks: int
     precision: str  # a mode of train/precision.py
-    micro_tokens: int  # of one micro-batch on one rank, pads included
+    micro_tokens: int  # of the largest micro-batch on one rank, pads included
     longest: int  # tokens of the longest row
     recompute: bool | int  # how many of the first blocks; True: all
     accumulates: bool  # whole gradients are kept over several micro-batches
@@ -113,7 +111,7 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     def shared(cause: str, each: int, count: int = size, factor: str = "", when: str = "always") -> Line:
         return Line(cause, -(-each * count // ranks), f"{factor or each} x {count:,} / {ranks}", when)
 
-    libraries = CPU_PROCESS_BYTES + PRODUCT_BYTES * (job.compute_bytes < 4)
+    libraries = CPU_PROCESS_BYTES + HEAP["products"] * (job.compute_bytes < 4)
     process = ("libraries", libraries) if job.on_cpu else ("device context", DEVICE_CONTEXT_BYTES)
     lines, late = [Line(*process, "fixed", "always")], "always" if does.gradients_wait else "late"
     if is_full:
@@ -129,20 +127,24 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     unit, kept = min(shape.block if does.table else largest_unit(shape), sharded), sharded * job.accumulates
     wide = 4 if does.table and job.micro_tokens > CHUNK_LOGIT_BYTES // (4 * shape.vocab_size) else does.table  # a sum
     table, moving = wide * shape.head_matrix * (sharded > 0), 2 * does.table or does.reduced
-    copied = int(COPIES * 4 * shape.head_matrix) * (job.on_cpu and job.engine == "torch")
+    kind, is_torch = job.method + "_16" * (is_full and job.compute_bytes < 4), job.on_cpu and job.engine == "torch"
+    part, heads, whole = HEAP["copies"][kind] if is_torch else (0, 0, 0)
+    blocks_of = (4 if is_full else does.frozen) * shape.blocks * (ranks > 1)
+    copied = int(part * blocks_of + heads * 4 * shape.head_matrix + whole * does.kept * kept)
+    held = f"{part} x {blocks_of:,} + {heads} x 4 x {shape.head_matrix:,} + {whole} x {does.kept} x {kept:,}"
     copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, wide)  # of tied: two and their sum
     lines += [
         Line("gathered weights", does.gathered * gathered, f"{does.gathered} x {gathered:,}", "backward"),
         Line("kept gradients", does.kept * kept, f"{does.kept} x {kept:,}, more than one micro-batch", "backward"),
         Line("gradient reduction", moving * unit, f"{moving} x {unit:,}", "backward"),
-        Line("copies of fully_shard", copied, f"{COPIES} x 4 x {shape.head_matrix:,}", "backward"),
+        Line("copies of fully_shard", copied, held, "backward"),
         Line("head's gradient", table, f"{wide} x {shape.head_matrix:,}", "head"),
         Line("embedding's gradient", int(copies * table), f"{copies:g} x {table:,}", "late"),
         *(blocks := _activation_lines(shape, job, does)),
     ]
     if job.on_cpu:
         gradients = next((line.bytes for line in lines if line.cause == f"{name} gradients"), 0)
-        lines += _heap_lines(blocks, job, shape.num_layers, gradients)
+        lines += _heap_lines(blocks, job, shape, gradients)
     else:
         slack = int(SLACK * (_bytes_at(lines, "backward") + max(_bytes_at(lines, "head"), _bytes_at(lines, "block"))))
         lines.append(Line("allocator slack", slack, f"{SLACK:.0%} of the passing causes", "backward"))
@@ -151,14 +153,15 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     return [line for line in lines if line.bytes]
 
 
-def _heap_lines(blocks: list[Line], job: Job, num_blocks: int, gradients: int) -> list[Line]:
-    """What glibc's heap adds: holes, one of each adapted layer's output, too; and what blocks kept stays with the
-    process, free for gradients only."""
-    hole, again = job.compute_bytes * job.adapted_outputs * job.micro_tokens, job.recomputed(num_blocks)
-    kept = sum(line.bytes for line in blocks if line.cause != "logits chunk") + hole * (num_blocks - again)
-    block = _bytes_at(blocks, "block") + hole * (again > 0)
-    slack, holes = int(HEAP_SLACK * kept + HOLES * again * block), hole * (num_blocks - again + (again > 0))
-    held = f"{HEAP_SLACK} x {kept:,} that blocks keep + {HOLES} x {again * block:,} that passed + {holes:,} of adapters"
+def _heap_lines(blocks: list[Line], job: Job, shape: ModelShape, gradients: int) -> list[Line]:
+    """What glibc's heap adds: holes, one of each adapted layer's output, too; what blocks kept, for gradients only."""
+    hole, again = job.compute_bytes * job.adapted_outputs * job.micro_tokens, job.recomputed(shape.num_layers)
+    kept = sum(line.bytes for line in blocks if line.cause != "logits chunk") + hole * (shape.num_layers - again)
+    block, head = _bytes_at(blocks, "block") + hole * (again > 0), job.compute_bytes * shape.head_matrix
+    (share, lost), small = HEAP["holes"][job.method], HEAP["small"] * head * (head < HEAP_UNIT_BYTES)
+    slack, holes = int(share * kept + lost * again * block + small), hole * (shape.num_layers - again + (again > 0))
+    held = f"{share} x {kept:,} that blocks keep + {lost} x {again * block:,} that passed + {holes:,} of adapters"
+    held += f" + {small:,.0f} of a small head" * (small > 0)
     left = max(0, kept + hole * (again > 0) + slack - block - gradients)
     return [
         Line("allocator slack", slack + holes, held, "backward"),

@@ -195,22 +195,23 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
     @cache
-    def accumulates(micro_batch: tuple[int, str]) -> bool:
-        return any(len(lay_out(w, lengths, num_ranks, micro_batch, packing, limit)) > 1 for w in steps)
+    def laid_out(micro_batch: tuple[int, str]) -> tuple[int, bool]:  # a rank's most tokens at once; several in a step?
+        layouts = [lay_out(w, lengths, num_ranks, micro_batch, packing, limit) for w in steps]
+        most = max(area_of(cell, lengths, packing) for layout in layouts for cells in layout for cell in cells)
+        return most, any(len(layout) > 1 for layout in layouts)
 
     precision, kind = choose_precision(config, facts.machine), facts.machine.kind
     supervised = min(1.0, TRIED["long_rows"] * facts.volume.supervised_share)
-    whole = [lay_out(w, lengths, num_ranks, (1 << 40, "tokens"), packing, limit)[0] for w in steps]
-    share = max(area_of(cell, lengths, packing) for cells in whole for cell in cells)  # of a rank in a step
-    sizes = _micro_batches(config, facts, share)
+    sizes = _micro_batches(config, facts, laid_out((1 << 40, "tokens"))[0])
     for reduce_each, recompute, micro_batch in itertools.product((False, True), recomputes, sizes):
-        if reduce_each and not accumulates(micro_batch):
+        laid, accumulates = laid_out(micro_batch)
+        if reduce_each and not accumulates:
             continue
-        count, unit = micro_batch
+        most = micro_batch[0] * longest if micro_batch[1] == "rows" else max(micro_batch[0], longest)
         job = Job(
             method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, precision=precision,
-            micro_tokens=count * longest if unit == "rows" else max(count, longest), longest=longest,
-            accumulates=accumulates(micro_batch) and not reduce_each, recompute=recompute, replicas=train.replicas,
+            micro_tokens=most if facts.volume.is_estimate else laid, longest=longest, replicas=train.replicas,
+            accumulates=accumulates and not reduce_each, recompute=recompute,
             engine=choose_engine(config.engine, train.sharding, kind), on_cpu=kind == "cpu",
             adapters=adapters.parameters * is_lora, adapted_outputs=adapters.outputs_per_block * is_lora,
             vocabulary=adapters.vocabulary * is_lora, gathers_all=train.sharding != "full",

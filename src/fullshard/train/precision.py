@@ -99,8 +99,7 @@ def round_stochastically(values: torch.Tensor, start: int, key: str) -> torch.Te
     for factor, shift in ((0x1E3779B97F4A7C15, 31), (0x3F58476D1CE4E5B9, 27), (0x14D049BB133111EB, 29)):
         bits = (bits + seed) * factor
         bits ^= bits >> shift
-    noise = (bits & 0xFFFF).int()  # bf16 drops the last 16 of fp32's 32 bits
-    return ((values.view(torch.int32) + noise) & -0x10000).view(torch.float32).bfloat16()
+    return ((values.view(torch.int32) + (bits & 0xFFFF).int()) & -0x10000).view(torch.float32).bfloat16()  # drops 16
 
 
 def unmoved_line(counts: Counter[tuple[str, str]], rate: float) -> str:

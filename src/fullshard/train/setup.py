@@ -100,8 +100,7 @@ def load_weights(sharded: ShardedModel, weights: WeightMap, magnitudes: dict[str
         if ".lora_magnitude_vector." in shard.name:
             place = magnitudes[shard.name.split(".lora_magnitude_vector.")[0]]  # B is 0: norms (arXiv 2402.09353, 4)
             whole = weights.read(place.parameter).view(weights.shapes[place.parameter]).float()
-            whole = whole.norm(dim=0 if place.layout == "conv1d" else 1)
-            values = whole[shard.start : shard.stop]
+            values = whole.norm(dim=0 if place.layout == "conv1d" else 1)[shard.start : shard.stop]
         elif is_adapter(shard.name):
             values = start_value(shard.name, shard.full_shape, seed).reshape(-1)[shard.start : shard.stop]
         else:

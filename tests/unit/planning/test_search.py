@@ -292,6 +292,11 @@ def test_prepared_rows_are_counted_exactly(on_machine, recipe):
     # bos, role, 3 words, end, role, 2 words, end
     assert (plan.is_estimate, plan.rows, plan.tokens, plan.longest) == (False, 90, 900, 10)
     assert "10 rows = 100 tokens" in plan.batch
+    # memory is that of what is laid out: of ten rows of ten tokens a rank gets five, whatever a micro-batch may have
+    large = make_plan(recipe(data={"eval": 0.1}, train={"global_batch": "10 rows", "micro_batch": "10 rows"}), ranks=2)
+    for one in (plan, large):
+        assert next(line.formula for line in one.lines if line.cause == "activations").startswith("50 tokens x ")
+    assert (large.micro_batch, large.peak_bytes) == ((10, "rows"), plan.peak_bytes)
     assert read_volume(recipe(data={"eval": 0.2})).is_estimate  # prepared for another recipe
 
 

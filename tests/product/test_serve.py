@@ -94,8 +94,11 @@ def test_missing_packages_are_named(folder, monkeypatch):
     assert re.search(r'pip install "fullshard\[serve\]"', caught.value.hint)
 
 
-def test_vllm_is_taken_on_an_accelerator(folder, monkeypatch):
-    """What vLLM would be started with: --default-chat-template-kwargs is its own option (vllm-project/vllm 31343)."""
+@pytest.mark.parametrize(("room", "devices", "used"), [(100, 4, 1), (1.0, 4, 2), (0.4, 8, 4), (0.1, 3, 3)])
+def test_vllm_is_taken_on_an_accelerator(folder, monkeypatch, room, devices, used):
+    """What vLLM would be started with: --default-chat-template-kwargs is its own option (vllm-project/vllm 31343), and
+    --tensor-parallel-size is as many devices as hold the weights in 80 % of their memory. ``room``: a device's, over
+    the bytes of the weights."""
     import torch
 
     class Started(Exception):
@@ -105,6 +108,9 @@ def test_vllm_is_taken_on_an_accelerator(folder, monkeypatch):
         raise Started(program, arguments)
 
     monkeypatch.setattr(generate, "select_device", lambda number: torch.device("meta"))
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    monkeypatch.setattr(generate, "device_memory", lambda: (int(room * size), 1 << 50))
+    monkeypatch.setattr(generate, "num_devices", lambda: devices)
     monkeypatch.setattr(generate.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(generate.os, "execv", execute)
     with pytest.raises(Started) as caught:
@@ -118,4 +124,6 @@ def test_vllm_is_taken_on_an_accelerator(folder, monkeypatch):
         str(port),
         "--default-chat-template-kwargs",
         '{"place": "sun"}',
+        "--tensor-parallel-size",
+        str(used),
     ]

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 from fullshard.data.chat import Message, Renderer, Tools, Variables, choose_pad_id, load_tokenizer
-from fullshard.device import num_devices, select_device
+from fullshard.device import device_memory, num_devices, select_device
 from fullshard.errors import Blame, ConfigError, DataError, ModelError, refusal
 from fullshard.frozen import Frozen
 from fullshard.model.blocks import PEFT_CONFIG
@@ -28,7 +28,7 @@ from fullshard.run_folder import MERGE_FACTS, hold, read_json
 
 Prompt = str | list[Message]  # a user message (plain text where the model has no chat template), or messages
 Ids = list[int]  # of tokens
-NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
+NEEDED, SERVED = ("fastapi", "uvicorn", "openai"), 0.8  # by transformers' server; weights' share of a device's memory
 
 
 class Answerer(Frozen):
@@ -40,7 +40,6 @@ class Answerer(Frozen):
     max_positions: float  # most tokens of prompt and answer together; infinite where the model has no limit
     pad_id: int  # one that the model's table has; which one does not matter, since pads are masked by place
     renderer: Renderer  # makes the ids of prompts, as training does
-
     has_template = property(lambda self: bool(self.tokenizer.chat_template))  # prompts go through a chat template
 
 
@@ -58,9 +57,8 @@ class Stream(TextStreamer):
 
 
 class PackedLinear(nn.Module):
-    """An ``nn.Linear`` for answers on a CPU: fp32 products with its weight in fp16. Each token reads every weight, so
-    their bytes set the pace; FBGEMM (torch's, on x86) reads them at the memory's rate, adds in fp32, and a row's result
-    does not depend on the rows beside it. Figures: docs/performance.md."""
+    """An ``nn.Linear`` for answers on a CPU: fp32 products with its weight in fp16, whose bytes set the pace. FBGEMM
+    (torch's, on x86) reads at the memory's rate; a row's result does not depend on others (docs/performance.md)."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -233,11 +231,13 @@ def serve_model(
     defaults = json.dumps(arguments_for(folder, template_arguments))
     if device.type != "cpu" and (vllm := shutil.which("vllm")):
         place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
-        os.execv(vllm, [vllm, "serve", str(folder), *place])
+        size, most = sum(path.stat().st_size for path in folder.glob("*.safetensors")), num_devices()
+        count = next((n for n in (1, 2, 4, 8) if n < most and size < SERVED * n * min(device_memory())), most)
+        os.execv(vllm, [vllm, "serve", str(folder), *place, "--tensor-parallel-size", str(count)])
     if missing := [name for name in NEEDED if util.find_spec(name) is None]:
         raise refusal("not_served", missing=", ".join(missing), model=model)
     from transformers.cli.serve import Serve
 
     print(f"http://{host}:{port}/v1 answers as model {folder} (OpenAI's protocol); Ctrl-C ends it", flush=True)
-    dtype = "float32" if device.type == "cpu" else "bfloat16"
-    Serve(str(folder), host=host, port=port, device=str(device), dtype=dtype, chat_template_kwargs=defaults)
+    dtype, place = "float32" if device.type == "cpu" else "bfloat16", "auto" if num_devices() > 1 else str(device)
+    Serve(str(folder), host=host, port=port, device=place, dtype=dtype, chat_template_kwargs=defaults)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,30 @@ def miss_list(rows: list[dict[str, Any]]) -> list[str]:
     return lines or ["None."]
 
 
+def cpu_table() -> tuple[str, list[str]]:
+    """Name of the newest result of plan.py, and its errors by kind of run as a table."""
+    path = max((ROOT / "benchmarks" / "results").glob("plan_*.json"), key=lambda path: path.stem[-8:])
+    result = json.loads(path.read_text(encoding="utf-8"))
+    runs = [run for run in result["configurations"] if "error" in run]
+
+    def line(what: str, errors: list[float]) -> str:
+        sizes = sorted(map(abs, errors))
+        high = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
+        signs = f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
+        return f"| {what} | {len(sizes)} | {percent(statistics.median(sizes))} | {percent(high)} | {signs} |"
+
+    lines = ["| runs | number | median error | 95th percentile | from, to |", "|---|---:|---:|---:|---:|"]
+    lines.append(line("**peak memory, all**", [run["error"] for run in runs]))
+    for engine, precision in itertools.product(("simple", "torch"), ("fp32", "bf16")):
+        chosen = [run["error"] for run in runs if (run["engine"], run["precision"]) == (engine, precision)]
+        lines.append(line(f"engine {engine}, {precision}", chosen))
+    for recompute in ("none", "blocks"):
+        chosen = [run["error"] for run in runs if run["recompute"] == recompute]
+        lines.append(line(f"recompute {recompute}", chosen))
+    lines.append(line("**step time after the probe**", [run["time_error"] for run in runs if "time_error" in run]))
+    return path.stem, lines
+
+
 def write_page(result: dict[str, Any]) -> None:
     """Write docs/planning.md and its Chinese form; tables of rows and reasons are in English in both."""
     scores, rows = result["scores"], result["rows"]
@@ -192,6 +219,8 @@ def write_page(result: dict[str, Any]) -> None:
     }  # fmt: skip
     example = fullshard.load_config(ROOT / "examples" / "qwen3_8b_lora_4x4090.yaml")
     texts["compared"] = fullshard.compare_plans(example, devices="4x4090", price=2, currency="CNY").to_text()
+    name, cpu = cpu_table()
+    texts |= {"cpu_name": name, "cpu": "\n".join(cpu)}
     chinese = figures
     for english, word in WORDS.items():
         chinese = chinese.replace(english, word)

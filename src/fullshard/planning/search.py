@@ -263,7 +263,7 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     work, card = measure_work(config, num_ranks, volume, choice.micro_batch), machine.card
     (rows, tokens, micro_batches), lines = work.first, tuple(memory_lines(facts.shape, job))
     inputs = facts.shape, work, job, machine.rates, card
-    low, high, quick, slow, numbers = run_seconds(*inputs, tokens / measured if measured else None)
+    low, high, quick, slow, numbers = run_seconds(*inputs, work.step_tokens / measured if measured else None)
     hours = low * num_ranks / 3600, high * num_ranks / 3600
     numbers |= _storage(facts.shape, choice) | {"ranks": num_ranks, "hours": hours}
     usable, copied = machine.usable_bytes(num_ranks), numbers["copied"]

@@ -300,6 +300,16 @@ def test_prepared_rows_are_counted_exactly(on_machine, recipe):
     assert read_volume(recipe(data={"eval": 0.2})).is_estimate  # prepared for another recipe
 
 
+def test_a_probes_speed_is_the_plans_whatever_the_first_step_holds(on_machine, recipe, data_file):
+    rows = [{"question": "red " * (1 + number % 9), "answer": "one two"} for number in range(30)]
+    data_file.write_text("\n".join(map(json.dumps, rows)))
+    plan = make_plan(recipe(train={"global_batch": "3 rows"}), ranks=2, tokens_per_second=1000.0)
+    steps = 30 // 3
+    assert plan.num_steps == steps and f"~{plan.tokens / steps:.0f} tokens" not in plan.batch  # the first is no mean one
+    assert plan.tokens_per_second == pytest.approx((900, 1100))  # real speed / a probe's: 0.9 to 1.1
+    assert plan.step_seconds == pytest.approx((plan.tokens / steps / 1100, plan.tokens / steps / 900))
+
+
 def test_rows_longer_than_the_models_positions(on_machine, recipe, monkeypatch):
     config = recipe(data={"max_length": 1024})
     facts = read_facts(config)

@@ -129,9 +129,9 @@ def memory_lines(shape: ModelShape, job: Job, practice: Practice | None = None) 
     table, moving = wide * shape.head_matrix * (sharded > 0), 2 * does.table or does.reduced
     kind, is_torch = job.method + "_16" * (is_full and job.compute_bytes < 4), job.on_cpu and job.engine == "torch"
     part, heads, whole = HEAP["copies"][kind] if is_torch else (0, 0, 0)
-    blocks_of = (4 if is_full else does.frozen) * shape.blocks * (ranks > 1)
-    copied = int(part * blocks_of + heads * 4 * shape.head_matrix + whole * does.kept * kept)
-    held = f"{part} x {blocks_of:,} + {heads} x 4 x {shape.head_matrix:,} + {whole} x {does.kept} x {kept:,}"
+    blocks_of, head = (4 if is_full else does.frozen) * shape.blocks * (ranks > 1), 4 * shape.head_matrix
+    copied = int(part * blocks_of + heads * head * (is_full or ranks > 1) + whole * does.kept * kept)
+    held = f"{part} x {blocks_of:,} + {heads} x {head:,} + {whole} x {does.kept} x {kept:,}"
     copies = (3 if shape.tied else 1) + does.kept * job.accumulates / max(1, wide)  # of tied: two and their sum
     lines += [
         Line("gathered weights", does.gathered * gathered, f"{does.gathered} x {gathered:,}", "backward"),

@@ -128,8 +128,8 @@ def test_k1_full_by_hand(k1):
     assert found["head's gradient"] == found["embedding's gradient"] == 4 * 1024
     # c (2h + n + 4a + 4f) + 4n with c 4, h 16, n 32, a 16, f 32
     assert found["activations"] == 128 * 2 * (4 * (32 + 32 + 64 + 128) + 4 * 32)
-    small_head = 1.6 * 4 * 1024  # below 32 MiB: it stays in the heap
-    assert found["allocator slack"] == int(0.33 * (found["activations"] + found["around the blocks"]) + small_head)
+    small_head = 2.2 * 4 * 1024  # below 32 MiB: it stays in the heap
+    assert found["allocator slack"] == int(0.28 * (found["activations"] + found["around the blocks"]) + small_head)
     kept = found["activations"] + found["around the blocks"] + found["allocator slack"]
     assert found["memory not given back"] == kept - found["fp32 gradients"]
     assert found["logits chunk"] == 128 * 64 * 4
@@ -151,7 +151,7 @@ def test_tied_weights_have_two_gradients_and_their_sum():
 def test_adapters_leave_holes_and_few_positions_have_logits(k1):
     plain, adapted = (by_cause(k1, method="lora", adapters=100, adapted_outputs=outputs) for outputs in (0, 40))
     assert adapted["activations"] == plain["activations"]
-    assert adapted["allocator slack"] - plain["allocator slack"] == pytest.approx(1.2 * 128 * 2 * 4 * 40, abs=1)
+    assert adapted["allocator slack"] - plain["allocator slack"] == pytest.approx(1.21 * 128 * 2 * 4 * 40, abs=1)
     assert by_cause(k1, supervised=0.5)["logits chunk"] == 64 * 64 * 4
 
 
@@ -160,11 +160,12 @@ def test_the_torch_engine_holds_copies_on_cpu_only(k1):
         return by_cause(k1, engine="torch", **changes).get("copies of fully_shard", 0)
 
     blocks, head = 4 * 2 * 2592, 4 * 1024
-    assert copies() == int(0.6 * blocks + 1.1 * head)
-    assert copies(num_ranks=1) == int(1.1 * head)  # nothing is gathered
-    assert copies(accumulates=True) == int(0.6 * blocks + 1.1 * head + 0.85 * 4 * 7248)
-    assert copies(precision="bf16") == int(0.6 * blocks + 4.2 * head)  # gradients are cast to fp32 for their sums
-    assert copies(precision="bf16", method="lora", adapters=9) == int(0.6 * blocks / 2 + 1.1 * head)
+    assert copies() == int(0.7 * blocks + 1.05 * head)
+    assert copies(num_ranks=1) == int(1.05 * head)  # nothing is gathered, but the head's gradient is reduced
+    assert copies(num_ranks=1, method="lora", adapters=9) == 0
+    assert copies(accumulates=True) == int(0.7 * blocks + 1.05 * head + 0.85 * 4 * 7248)
+    assert copies(precision="bf16") == int(0.7 * blocks + 4.2 * head)  # gradients are cast to fp32 for their sums
+    assert copies(precision="bf16", method="lora", adapters=9) == int(0.7 * blocks / 2 + 1.05 * head)
     assert copies(on_cpu=False) == 0
 
 
@@ -172,7 +173,7 @@ def test_a_large_head_leaves_the_heap_when_it_is_freed():
     """glibc maps what has 32 MiB and more apart: 16 x 524,288 numbers of 4 bytes are 32 MiB."""
     under, over = (shape_of(on_meta("llama", **K1 | {"vocab_size": size})) for size in (524_287, 524_288))
     slack = [by_cause(shape, micro_tokens=1)["allocator slack"] for shape in (under, over)]
-    assert slack[0] - slack[1] == pytest.approx(1.6 * 4 * 16 * 524_287, abs=2)
+    assert slack[0] - slack[1] == pytest.approx(2.2 * 4 * 16 * 524_287, abs=2)
 
 
 def test_several_micro_batches_keep_whole_gradients(k1):
@@ -294,5 +295,5 @@ def test_bytes_of_a_trained_parameter(k1, precision, held):
     loaded = (
         moment_peaks(k1, job(precision=precision, num_ranks=1))["load"] - moment_peaks(k1, job(num_ranks=1))["load"]
     )
-    products = 30_000_000 if compute == 2 else 0  # torch's and oneDNN's, kept by shape
+    products = 10_000_000 if compute == 2 else 0  # torch's and oneDNN's, kept by shape
     assert loaded == ((2 if precision == "bf16_pure" else 4) - 4) * 7248 + products

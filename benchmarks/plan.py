@@ -1,6 +1,7 @@
 """Planned beside measured on this CPU: a rank's peak memory over its start, and seconds of a step after a probe.
 
     python benchmarks/plan.py [--only WORD] [--no-time] [--quick]
+    python benchmarks/plan.py --pool RUN1.json RUN2.json ...     medians of several runs, by configuration
 
 Models of 12 to 135 M parameters with random weights, SmolLM2's tokenizer, GSM8K; 1, 2 and 4 ranks, both engines, full
 and LoRA, fp32 and bf16, with and without recomputation: 58 configurations. Measured: VmHWM of the hungriest rank less
@@ -28,6 +29,7 @@ from trl import GSM8K
 from fullshard import UserError
 from fullshard.planning.memory import CPU_PROCESS_BYTES
 
+NAMED = ("model", "ranks", "engine", "method", "recompute", "precision", "tokens")
 PARTS = Path("/tmp/plan_rows.json")  # what has been measured so far
 SIZES = {  # hidden, layers, heads, key heads, MLP, tied, family
     "12M": (192, 6, 3, 3, 512, True, "llama"),
@@ -127,13 +129,33 @@ def measure(one: dict[str, Any], model: Path, rows: Path, folder: Path, with_tim
     return found
 
 
+def pool(files: list[Path]) -> list[dict[str, Any]]:
+    """The configurations of the last file, measured: the median of all files' (a peak varies by some percent)."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    runs = [run["configurations"] if isinstance(run, dict) else run for run in runs]
+
+    def known(one: dict[str, Any]) -> str:
+        is_timed = "time_error" in one  # 8 steps instead of 3
+        return json.dumps([is_timed, *(one.get(key) for key in ("windows", *NAMED))])
+
+    for last in (one for one in runs[-1] if "error" in one):
+        of_one = [one for run in runs for one in run if known(one) == known(last) and "error" in one]
+        last["measured_runs"] = [one["measured_bytes"] for one in of_one]
+        last["measured_bytes"] = statistics.median(last["measured_runs"])
+        last["error"] = last["planned_bytes"] / last["measured_bytes"] - 1
+    return runs[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="configurations whose description has this word")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--quick", action="store_true", help="four configurations, printed and not kept")
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--pool", type=Path, nargs="+", help="results or parts of earlier runs; nothing is run")
     arguments = parser.parse_args()
+    if arguments.pool:
+        return summarise(pool(arguments.pool), keep=True)
     source = next(path for path in [arguments.rows, *GSM8K] if path and path.is_file())
     folder = Path(tempfile.mkdtemp(prefix="fullshard_plan_"))
     chosen = [one for one in configurations() if arguments.only in " ".join(map(str, one.values()))]
@@ -158,13 +180,18 @@ def main() -> None:
             print(line + (f", step time {last['time_error']:+.1%}" if "time_error" in last else ""), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    summarise(found, keep=not arguments.quick and not arguments.only)
+
+
+def summarise(found: list[dict[str, Any]], keep: bool) -> None:
+    """Print the errors' median and 95th percentile; ``keep``: write the results file, else PARTS."""
     result: dict[str, Any] = {"hardware": hardware(), "num_configurations": len(found)}
     for name, key in (("memory", "error"), ("step_time", "time_error")):
         if errors := sorted(abs(one[key]) for one in found if key in one):
             result[name] = spread(errors) | {"p95": errors[min(len(errors) - 1, int(0.95 * len(errors)))]}
             print(f"{name}: median {result[name]['median']:.1%}, 95th percentile {result[name]['p95']:.1%}")
     result["configurations"] = found
-    if not arguments.quick and not arguments.only:
+    if keep:
         command = "python benchmarks/plan.py " + " ".join(sys.argv[1:])
         print(write("plan", command.strip(), result, ("fullshard", "torch", "transformers", "peft")))
     else:

@@ -80,6 +80,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def high(values: list[float]) -> float:
+    """The 95th percentile: the value itself, none between two."""
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
 def hardware() -> dict[str, Any]:
     """The machine, for the result's name and its facts."""
     model = "cpu"

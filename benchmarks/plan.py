@@ -6,8 +6,9 @@
 Models of 12 to 135 M parameters with random weights, SmolLM2's tokenizer, GSM8K; 1, 2 and 4 ranks, both engines, full
 and LoRA, fp32 and bf16, with and without recomputation: 58 configurations. Measured: VmHWM of the hungriest rank less
 what it had before the model (metrics.jsonl: memory_bytes, start_bytes). Planned: the larger of the moments load and
-train, less the line "libraries". Time: ``probe_run`` against the median step of a run of 8 steps started afterwards.
-About 25 minutes on 2 quiet cores; memory does not mind other work beside it (--no-time). Writes
+train, less what torch, transformers, peft and gloo take before the model. Time: ``probe_run`` against the median step
+of a run of 8 steps started afterwards.
+About 37 minutes on 2 quiet cores; memory does not mind other work beside it (--no-time). Writes
 results/plan_HARDWARE_DATE.json.
 """
 
@@ -23,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import MODEL, hardware, spread, train, write
+from measuring import MODEL, hardware, high, spread, train, write
 from trl import GSM8K
 
 from fullshard import UserError
@@ -122,6 +123,7 @@ def measure(one: dict[str, Any], model: Path, rows: Path, folder: Path, with_tim
     last = run["steps"][-1]
     measured = last["memory_bytes"] - last["start_bytes"]
     found = {**one, "planned_bytes": planned, "measured_bytes": measured, "start_bytes": last["start_bytes"]}
+    found["measured_runs"] = [measured]
     found |= {"error": planned / measured - 1, "lines": {line["cause"]: line["bytes"] for line in plan["lines"]}}
     if timed:
         speed = statistics.median(step["tokens_per_second"] for step in run["steps"][1:])
@@ -140,7 +142,7 @@ def pool(files: list[Path]) -> list[dict[str, Any]]:
 
     for last in (one for one in runs[-1] if "error" in one):
         of_one = [one for run in runs for one in run if known(one) == known(last) and "error" in one]
-        last["measured_runs"] = [one["measured_bytes"] for one in of_one]
+        last["measured_runs"] = [value for one in of_one for value in one["measured_runs"]]
         last["measured_bytes"] = statistics.median(last["measured_runs"])
         last["error"] = last["planned_bytes"] / last["measured_bytes"] - 1
     return runs[-1]
@@ -165,7 +167,7 @@ def main() -> None:
     try:
         for number, one in enumerate(chosen):
             model = make_model(one["model"], folder / one["model"])
-            words = " ".join(str(one[key]) for key in ("model", "ranks", "engine", "method", "recompute", "precision"))
+            words = " ".join(str(one[key]) for key in NAMED)
             try:
                 found.append(last := measure(one, model, rows, folder / f"{number}", not arguments.no_time))
             except (RuntimeError, UserError) as error:  # a fact too; the others go on
@@ -187,8 +189,8 @@ def summarise(found: list[dict[str, Any]], keep: bool) -> None:
     """Print the errors' median and 95th percentile; ``keep``: write the results file, else PARTS."""
     result: dict[str, Any] = {"hardware": hardware(), "num_configurations": len(found)}
     for name, key in (("memory", "error"), ("step_time", "time_error")):
-        if errors := sorted(abs(one[key]) for one in found if key in one):
-            result[name] = spread(errors) | {"p95": errors[min(len(errors) - 1, int(0.95 * len(errors)))]}
+        if errors := [abs(one[key]) for one in found if key in one]:
+            result[name] = spread(errors) | {"p95": high(errors)}
             print(f"{name}: median {result[name]['median']:.1%}, 95th percentile {result[name]['p95']:.1%}")
     result["configurations"] = found
     if keep:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from measuring import high
 from published_rows import (
     COMPILED_LOGIT,
     DROPOUT_BYTES,
@@ -167,17 +168,15 @@ def miss_list(rows: list[dict[str, Any]]) -> list[str]:
     return lines or ["None."]
 
 
-def cpu_table() -> tuple[str, list[str]]:
-    """Name of the newest result of plan.py, and its errors by kind of run as a table."""
+def cpu_texts() -> dict[str, str]:
+    """Of the newest result of plan.py: its name, its errors by kind of run as a table, how far runs are apart."""
     path = max((ROOT / "benchmarks" / "results").glob("plan_*.json"), key=lambda path: path.stem[-8:])
     result = json.loads(path.read_text(encoding="utf-8"))
     runs = [run for run in result["configurations"] if "error" in run]
 
     def line(what: str, errors: list[float]) -> str:
-        sizes = sorted(map(abs, errors))
-        high = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
-        signs = f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
-        return f"| {what} | {len(sizes)} | {percent(statistics.median(sizes))} | {percent(high)} | {signs} |"
+        sizes, signs = list(map(abs, errors)), f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
+        return f"| {what} | {len(sizes)} | {percent(statistics.median(sizes))} | {percent(high(sizes))} | {signs} |"
 
     lines = ["| runs | number | median error | 95th percentile | from, to |", "|---|---:|---:|---:|---:|"]
     lines.append(line("**peak memory, all**", [run["error"] for run in runs]))
@@ -187,8 +186,12 @@ def cpu_table() -> tuple[str, list[str]]:
     for recompute in ("none", "blocks"):
         chosen = [run["error"] for run in runs if run["recompute"] == recompute]
         lines.append(line(f"recompute {recompute}", chosen))
+    last = [run["planned_bytes"] / run["measured_runs"][-1] - 1 for run in runs]
+    lines.append(line("the last run alone", last))
     lines.append(line("**step time after the probe**", [run["time_error"] for run in runs if "time_error" in run]))
-    return path.stem, lines
+    apart = [max(several) / min(several) - 1 for run in runs if len(several := run["measured_runs"]) > 1] or [0.0]
+    texts = {"cpu_name": path.stem, "cpu": "\n".join(lines)}
+    return texts | {"runs_apart": percent(statistics.median(apart)), "runs_apart_most": percent(max(apart))}
 
 
 def write_page(result: dict[str, Any]) -> None:
@@ -219,8 +222,7 @@ def write_page(result: dict[str, Any]) -> None:
     }  # fmt: skip
     example = fullshard.load_config(ROOT / "examples" / "qwen3_8b_lora_4x4090.yaml")
     texts["compared"] = fullshard.compare_plans(example, devices="4x4090", price=2, currency="CNY").to_text()
-    name, cpu = cpu_table()
-    texts |= {"cpu_name": name, "cpu": "\n".join(cpu)}
+    texts |= cpu_texts()
     chinese = figures
     for english, word in WORDS.items():
         chinese = chinese.replace(english, word)

@@ -230,10 +230,10 @@ def serve_model(
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     defaults = json.dumps(arguments_for(folder, template_arguments))
     if device.type != "cpu" and (vllm := shutil.which("vllm")):
-        place = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
+        options = ["--host", host, "--port", str(port), "--default-chat-template-kwargs", defaults]
         size, most = sum(path.stat().st_size for path in folder.glob("*.safetensors")), num_devices()
         count = next((n for n in (1, 2, 4, 8) if n < most and size < SERVED * n * min(device_memory())), most)
-        os.execv(vllm, [vllm, "serve", str(folder), *place, "--tensor-parallel-size", str(count)])
+        os.execv(vllm, [vllm, "serve", str(folder), *options, "--tensor-parallel-size", str(count)])
     if missing := [name for name in NEEDED if util.find_spec(name) is None]:
         raise refusal("not_served", missing=", ".join(missing), model=model)
     from transformers.cli.serve import Serve

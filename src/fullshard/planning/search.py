@@ -195,27 +195,27 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     recomputes = {"auto": (False, True), "blocks": (True,), "none": (False,)}.get(train.recompute, (train.recompute,))
 
     @cache
-    def laid_out(micro_batch: tuple[int, str]) -> tuple[int, bool]:  # a rank's most tokens at once; several in a step?
-        layouts = [lay_out(w, lengths, num_ranks, micro_batch, packing, limit) for w in steps]
-        most = max(area_of(cell, lengths, packing) for layout in layouts for cells in layout for cell in cells)
-        return most, any(len(layout) > 1 for layout in layouts)
+    def laid_out(micro: tuple[int, str]) -> tuple[int, int, bool]:  # most tokens, most sequences; several in a step?
+        layouts = [lay_out(w, lengths, num_ranks, micro, packing, limit) for w in steps]
+        cells = [cell for layout in layouts for cells in layout for cell in cells]
+        tokens = max(area_of(cell, lengths, packing) for cell in cells)
+        return tokens, max(map(len, cells)), any(len(layout) > 1 for layout in layouts)
 
     precision, kind = choose_precision(config, facts.machine), facts.machine.kind
-    supervised = min(1.0, TRIED["long_rows"] * facts.volume.supervised_share)
     sizes = _micro_batches(config, facts, laid_out((1 << 40, "tokens"))[0])
     for reduce_each, recompute, micro_batch in itertools.product((False, True), recomputes, sizes):
-        laid, accumulates = laid_out(micro_batch)
+        (laid, count, accumulates), (size, unit) = laid_out(micro_batch), micro_batch
         if reduce_each and not accumulates:
             continue
-        most = micro_batch[0] * longest if micro_batch[1] == "rows" else max(micro_batch[0], longest)
+        most = count * longest if unit == "rows" else min(count * longest, max(size, longest))  # by an estimate
         job = Job(
             method=config.method, optimizer=train.optimizer, num_ranks=num_ranks, precision=precision,
-            micro_tokens=most if facts.volume.is_estimate else laid, longest=longest, replicas=train.replicas,
-            accumulates=accumulates and not reduce_each, recompute=recompute,
+            micro_tokens=most if facts.volume.is_estimate else laid, longest=longest, recompute=recompute,
+            accumulates=accumulates and not reduce_each, trace=facts.trace(config.method, precision, longest),
             engine=choose_engine(config.engine, train.sharding, kind), on_cpu=kind == "cpu",
             adapters=adapters.parameters * is_lora, adapted_outputs=adapters.outputs_per_block * is_lora,
             vocabulary=adapters.vocabulary * is_lora, gathers_all=train.sharding != "full",
-            supervised=supervised, trace=facts.trace(config.method, precision, longest),
+            supervised=min(1.0, TRIED["long_rows"] * facts.volume.supervised_share), replicas=train.replicas,
         )  # fmt: skip
         yield Choice(job, micro_batch, moment_peaks(facts.shape, job), reduce_each)
 

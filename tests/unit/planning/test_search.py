@@ -113,6 +113,14 @@ def test_the_recipes_micro_batch_is_kept(on_machine, recipe):
     assert plan.micro_batches == 5
 
 
+@pytest.mark.parametrize("micro_batch", ["1000 rows", "100000 tokens"])
+def test_a_micro_batch_larger_than_a_step_costs_no_more_than_the_step(on_machine, recipe, micro_batch):
+    """Of ten rows a rank of two gets five, and before they are prepared each may have max_length tokens: 5 x 32."""
+    plan = make_plan(recipe(train={"micro_batch": micro_batch}), ranks=2)
+    assert plan.is_estimate and plan.micro_batches == 1
+    assert next(line.formula for line in plan.lines if line.cause == "activations").startswith("160 tokens x ")
+
+
 def test_micro_batch_is_bounded_by_the_step_and_holds_the_longest_row(on_machine, recipe):
     facts = read_facts(recipe())
     assert choose(recipe(), 2, facts).micro_batch == (128, "tokens")  # 5 rows x 18 tokens, in steps of 64

@@ -262,9 +262,8 @@ def _launch(run: Path, ranks: int | None, resume_step: int | None, mode: str) ->
     try:
         start("-m", "fullshard.launch", str(run), str(resume_step or 0), mode, str(os.getpid()))
     except ChildFailedError as error:
-        failure = _first_failure(run, error)
-        if asked and not any((run / run_folder.ERRORS).glob("*.json")):  # asked before it could listen
-            failure = unheard(asked[0])
+        is_unheard = asked and not any((run / run_folder.ERRORS).glob("*.json"))  # asked before it could listen
+        failure = unheard(asked[0]) if is_unheard else _first_failure(run, error)
         failure.exit_code = 128 + asked[0] if asked else failure.exit_code
         raise failure from None
     finally:

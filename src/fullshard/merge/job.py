@@ -92,9 +92,8 @@ class Inputs:
         data = read_json(self.place / run_folder.CONFIG, optional=True).get("data") if self.step else None
         settings = ("columns", "system", "template_arguments", "loss_on", "max_length")
         return {
-            "run": str(self.place.resolve()), "step": self.step, "format": self.format,
-            "base_model": str(self.base.resolve()), "base_name": base_name(self.base),
-            "method": "full" if self.adapters is None else "lora",
+            "run": str(self.place.resolve()), "step": self.step, "method": "full" if self.adapters is None else "lora",
+            "base_model": str(self.base.resolve()), "base_name": base_name(self.base), "format": self.format,
             "checkpoint_xxh3": {path.name: found or hash_file(path) for path, found in self.files.items()},
             "base_xxh3": {path.name: hash_file(path) for path in sorted(self.base.glob("*.safetensors"))},
             "adapters": self.adapters and len(self.adapters), "adapters_moved": self.adapters and self.moved,
@@ -117,8 +116,7 @@ def merge_run(
         return _check(Path(run), started)
     inputs = Inputs(Path(run), step, base)
     place = inputs.place.resolve()
-    beside = inputs.place / run_folder.MERGED if inputs.step else place.with_name(f"{place.name}_merged")
-    output = Path(output or beside)
+    output = Path(output or (inputs.place / run_folder.MERGED if inputs.step else f"{place}_merged"))
     _refuse_output(output, inputs, overwrite)
     outputs = weights.plan_outputs(inputs.exact, DTYPES.get(dtype))
     num_bytes = sum(tensor.num_bytes for tensor in outputs)

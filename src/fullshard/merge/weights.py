@@ -61,11 +61,13 @@ class Adapter(Frozen):
     factor: torch.Tensor | None = None  # (rows, 1) or (1, columns): multiplies the sum (DoRA)
 
     def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
-        """Rows ``first_row ...`` of the folded weight in fp32; ``weight_rows`` (rows, ...) in the base's dtype."""
+        """Rows ``first_row ...`` of the folded weight, fp32; of ``weight_rows`` (rows, ...) in float64 so, by numpy."""
         rows = slice(first_row, first_row + weight_rows.shape[0])
-        right = self.right[rows] if self.right.dim() == 3 else self.right
-        folded = torch.add(weight_rows.float(), self.left[rows] @ right, alpha=self.scale)
+        left, right = self.left[rows], self.right[rows] if self.right.dim() == 3 else self.right
         factor = self.factor[rows] if self.factor is not None and len(self.factor) > 1 else self.factor
+        again = weight_rows.dtype == torch.float64  # by another library, in another order
+        product = torch.from_numpy(left.double().numpy() @ right.double().numpy()) if again else left @ right
+        folded = torch.add(weight_rows if again else weight_rows.float(), product, alpha=self.scale)
         return folded if factor is None else folded.mul_(factor)
 
 
@@ -142,14 +144,14 @@ class ExactWeights:
 
     def __init__(self, names: ModelNames, checkpoint: Source, adapters: Adapters | None) -> None:
         """``adapters``: None for a full fine-tuning, which must hold all parameters. MergeError: one does not fit."""
-        self.names, self._checkpoint, self._folded = names, checkpoint, adapters or {}
+        self.names, self._checkpoint, self.folded = names, checkpoint, adapters or {}
         self._trained = {name for name in checkpoint.weights if ".lora_" not in name}
         for name in sorted(self._trained):
             found, shape = tuple(checkpoint.weights[name].shape), names.weights.shapes.get(name)
             if names.canonical.get(name, name) != name or found != shape:
                 expected = f"it has shape {shape} there" if shape else "it has no such parameter"
                 raise MergeError(f"{name} {found} does not fit the base model: {expected}.", ASK_BASE)
-        changed = self._trained | self._folded.keys()
+        changed = self._trained | self.folded.keys()
         self.changed = {name for name, canonical in names.canonical.items() if canonical in changed}
         wanted = [name for name in names.canonical.values() if name not in names.frozen]
         if adapters is None and (absent := dict.fromkeys(name for name in wanted if name not in self._trained)):
@@ -160,9 +162,9 @@ class ExactWeights:
         canonical, weights = self.names.canonical.get(name, name), self.names.weights
         source, stored = (self._checkpoint, canonical) if canonical in self._trained else (weights, name)
         values, shape = source.read(stored, start=start, stop=stop).to(compute), weights.shapes[name]
-        if canonical not in self._folded:
+        if canonical not in self.folded:
             return values
-        return self._folded[canonical]().fold(values.view(-1, *shape[1:]), start // math.prod(shape[1:])).reshape(-1)
+        return self.folded[canonical]().fold(values.view(-1, *shape[1:]), start // math.prod(shape[1:])).reshape(-1)
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The flattened exact values in order, a block of rows at a time."""
@@ -301,6 +303,10 @@ def prove(inputs: Any, folder: Path, outputs: Outputs) -> tuple[Comparison, dict
     if (size := reference.shape[1]) != (known := model.config.get_text_config().vocab_size):
         raise MergeError(f"The proof has logits for {size} tokens, the merged model has {known}.", ASK_BASE)
     changes = {output.name: _compare_bits(output, written[output.name], base[output.name]) for output in outputs}
+    for name, block in ((each, block) for each in exact.folded for block in row_blocks(names.weights.shapes[each])):
+        folded, again = (exact.read(name, *block, compute=dtype) for dtype in (None, torch.float64))
+        if not (folded - again).abs().max() <= FACTS["fold_relative"] * again.abs().max():
+            raise refusal("folded_wrong", name=name)
     found = logits_by_block(model, weights.read, tokens)
     is_same = inputs.compute == torch.float32 and all(output.dtype == output.exact_dtype for output in outputs)
     again = found if is_same else logits_by_block(model, partial(exact.read, compute=inputs.compute), tokens)

@@ -158,7 +158,7 @@ def _heap_lines(blocks: list[Line], job: Job, shape: ModelShape, gradients: int)
     hole, again = job.compute_bytes * job.adapted_outputs * job.micro_tokens, job.recomputed(shape.num_layers)
     kept = sum(line.bytes for line in blocks if line.cause != "logits chunk") + hole * (shape.num_layers - again)
     block, head = _bytes_at(blocks, "block") + hole * (again > 0), job.compute_bytes * shape.head_matrix
-    (share, lost), small = HEAP["holes"][job.method], HEAP["small"] * head * (head < HEAP_UNIT_BYTES)
+    (share, lost), small = HEAP["holes"][job.method][job.compute_bytes], HEAP["small"] * head * (head < HEAP_UNIT_BYTES)
     slack, holes = int(share * kept + lost * again * block + small), hole * (shape.num_layers - again + (again > 0))
     held = f"{share} x {kept:,} that blocks keep + {lost} x {again * block:,} that passed + {holes:,} of adapters"
     held += f" + {small:,.0f} of a small head" * (small > 0)

@@ -198,8 +198,7 @@ def _choices(config: RunConfig, num_ranks: int, facts: Facts) -> Iterator[Choice
     def laid_out(micro: tuple[int, str]) -> tuple[int, int, bool]:  # most tokens, most sequences; several in a step?
         layouts = [lay_out(w, lengths, num_ranks, micro, packing, limit) for w in steps]
         cells = [cell for layout in layouts for cells in layout for cell in cells]
-        tokens = max(area_of(cell, lengths, packing) for cell in cells)
-        return tokens, max(map(len, cells)), any(len(layout) > 1 for layout in layouts)
+        return max(area_of(cell, lengths, packing) for cell in cells), max(map(len, cells)), max(map(len, layouts)) > 1
 
     precision, kind = choose_precision(config, facts.machine), facts.machine.kind
     sizes = _micro_batches(config, facts, laid_out((1 << 40, "tokens"))[0])

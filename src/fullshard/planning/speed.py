@@ -77,8 +77,7 @@ def kernel_numbers(
         "repeats": 3.5 + blocks * (run.again is None),  # backward: 2.5 forwards; selective recomputation keeps them
         "score_rate": peak * family[run.attention] * small, "memory_rate": card.memory_bytes_per_second,
         "moved": (3 + blocks) * (moved + 2 * run.adapted * kernels["adapter"]),  # bytes a token and block
-        "logits": shape.vocab_size * logit * kernels["logits"], "block": shares["block"],
-        "collectives": 3 * run.units,
+        "logits": shape.vocab_size * logit * kernels["logits"], "block": shares["block"], "collectives": 3 * run.units,
         "latency": shares["unit"] + shares["hop"] * job.num_ranks if cut > 1 else 0.0,  # a ring through all ranks
         "trained": shape.parameters / cut if is_full else job.adapters,
         "touched": (2 * (does.weight + does.states) + 3 * does.gradient) * shares["optimizer"],

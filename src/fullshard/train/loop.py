@@ -232,9 +232,8 @@ class Trainer:
         self.log.step(
             step=number, epoch=epoch, loss=loss_value, gradient_norm=norm, learning_rate=rate, rows=len(window),
             row_ids=window.tolist(), tokens=num_tokens, supervised_tokens=num_supervised, seconds=seconds,
-            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes,
-            planned_seconds=[num_tokens / speed for speed in reversed(self.planned_speeds)],
-            start_bytes=self.start_bytes, planned_bytes=self.planned_bytes,
+            tokens_per_second=num_tokens / seconds, memory_bytes=self.peak_bytes, planned_bytes=self.planned_bytes,
+            planned_seconds=[num_tokens / each for each in reversed(self.planned_speeds)], start_bytes=self.start_bytes,
             share_of_peak=work / seconds / self.flops_per_second, **self.scale.metrics,
         )  # fmt: skip
         return round(asked)

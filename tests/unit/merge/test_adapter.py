@@ -107,6 +107,37 @@ def test_a_wrong_scale_fails_the_proof(tmp_path, base):
         merge_run(tmp_path / "run")
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_what_is_folded_is_computed_again(tmp_path, base, monkeypatch, variant):
+    """A fold that is off by 1e-4 of itself on one row, less than the logits show, is refused."""
+    from fullshard.merge.weights import Adapter
+
+    lora_run(tmp_path / "run", base, ["q_proj", "v_proj"], variant=variant)
+    right = Adapter.fold
+
+    def off(self, rows, first_row):
+        folded = right(self, rows, first_row)
+        if folded.dtype == torch.float32:
+            folded[0] *= 1 + 1e-4
+        return folded
+
+    monkeypatch.setattr(Adapter, "fold", off)
+    with pytest.raises(MergeError, match=r"q_proj\.weight: what was folded into it is not s B A"):
+        merge_run(tmp_path / "run")
+
+
+def test_folds_in_float64_are_by_hand():
+    """W + s B A of experts stacked in front, a block of them, and with DoRA's factor."""
+    from fullshard.merge.weights import Adapter
+
+    left, right = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]])
+    second = Adapter(left, right, 0.5, True).fold(torch.ones(1, 2, 2, dtype=torch.float64), 1)
+    assert second.dtype == torch.float64 and second.tolist() == [[[4.0, 31.0], [5.0, 41.0]]]
+    factor = torch.tensor([[1.0], [2.0]])
+    folded = Adapter(left[0], right[0], 1.0, True, factor).fold(torch.zeros(1, 2, dtype=torch.float64), 1)
+    assert folded.tolist() == [[4.0, 40.0]]
+
+
 def test_scales_of_the_variants(base):
     """alpha / rank; alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732)."""
     from fullshard.config import LoraSection

@@ -128,13 +128,15 @@ def test_k1_full_by_hand(k1):
     assert found["head's gradient"] == found["embedding's gradient"] == 4 * 1024
     # c (2h + n + 4a + 4f) + 4n with c 4, h 16, n 32, a 16, f 32
     assert found["activations"] == 128 * 2 * (4 * (32 + 32 + 64 + 128) + 4 * 32)
-    small_head = 2.2 * 4 * 1024  # below 32 MiB: it stays in the heap
-    assert found["allocator slack"] == int(0.28 * (found["activations"] + found["around the blocks"]) + small_head)
+    small_head = 2.125 * 4 * 1024  # below 32 MiB: it stays in the heap
+    assert found["allocator slack"] == int(0.29 * (found["activations"] + found["around the blocks"]) + small_head)
     kept = found["activations"] + found["around the blocks"] + found["allocator slack"]
     assert found["memory not given back"] == kept - found["fp32 gradients"]
     assert found["logits chunk"] == 128 * 64 * 4
     assert found["around the blocks"] == 5 * 128 * 32
     assert "optimizer temporary" not in found  # fused
+    low = by_cause(k1, precision="bf16")  # smaller tensors leave more holes
+    assert low["allocator slack"] == int(0.47 * (low["activations"] + low["around the blocks"]) + small_head / 2)
 
 
 def test_sgd_has_no_state(k1):
@@ -151,7 +153,7 @@ def test_tied_weights_have_two_gradients_and_their_sum():
 def test_adapters_leave_holes_and_few_positions_have_logits(k1):
     plain, adapted = (by_cause(k1, method="lora", adapters=100, adapted_outputs=outputs) for outputs in (0, 40))
     assert adapted["activations"] == plain["activations"]
-    assert adapted["allocator slack"] - plain["allocator slack"] == pytest.approx(1.21 * 128 * 2 * 4 * 40, abs=1)
+    assert adapted["allocator slack"] - plain["allocator slack"] == pytest.approx(1.19 * 128 * 2 * 4 * 40, abs=1)
     assert by_cause(k1, supervised=0.5)["logits chunk"] == 64 * 64 * 4
 
 
@@ -160,12 +162,12 @@ def test_the_torch_engine_holds_copies_on_cpu_only(k1):
         return by_cause(k1, engine="torch", **changes).get("copies of fully_shard", 0)
 
     blocks, head = 4 * 2 * 2592, 4 * 1024
-    assert copies() == int(0.7 * blocks + 1.05 * head)
-    assert copies(num_ranks=1) == int(1.05 * head)  # nothing is gathered, but the head's gradient is reduced
+    assert copies() == int(0.5 * blocks + 0.6 * head)
+    assert copies(num_ranks=1) == int(0.6 * head)  # nothing is gathered, but the head's gradient is reduced
     assert copies(num_ranks=1, method="lora", adapters=9) == 0
-    assert copies(accumulates=True) == int(0.7 * blocks + 1.05 * head + 0.85 * 4 * 7248)
-    assert copies(precision="bf16") == int(0.7 * blocks + 4.2 * head)  # gradients are cast to fp32 for their sums
-    assert copies(precision="bf16", method="lora", adapters=9) == int(0.7 * blocks / 2 + 1.05 * head)
+    assert copies(accumulates=True) == int(0.5 * blocks + 0.6 * head + 1.1 * 4 * 7248)
+    assert copies(precision="bf16") == int(0.5 * blocks + 3.9 * head)  # gradients are cast to fp32 for their sums
+    assert copies(precision="bf16", method="lora", adapters=9) == int(0.7 * blocks / 2 + 1.1 * head)
     assert copies(on_cpu=False) == 0
 
 
@@ -173,7 +175,7 @@ def test_a_large_head_leaves_the_heap_when_it_is_freed():
     """glibc maps what has 32 MiB and more apart: 16 x 524,288 numbers of 4 bytes are 32 MiB."""
     under, over = (shape_of(on_meta("llama", **K1 | {"vocab_size": size})) for size in (524_287, 524_288))
     slack = [by_cause(shape, micro_tokens=1)["allocator slack"] for shape in (under, over)]
-    assert slack[0] - slack[1] == pytest.approx(2.2 * 4 * 16 * 524_287, abs=2)
+    assert slack[0] - slack[1] == pytest.approx(2.125 * 4 * 16 * 524_287, abs=2)
 
 
 def test_several_micro_batches_keep_whole_gradients(k1):

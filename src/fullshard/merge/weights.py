@@ -61,12 +61,12 @@ class Adapter(Frozen):
     factor: torch.Tensor | None = None  # (rows, 1) or (1, columns): multiplies the sum (DoRA)
 
     def fold(self, weight_rows: torch.Tensor, first_row: int) -> torch.Tensor:
-        """Rows ``first_row ...`` of the folded weight, fp32; of ``weight_rows`` (rows, ...) in float64 so, by numpy."""
+        """Rows ``first_row ...`` of the folded weight, fp32; of ``weight_rows`` (rows, ...) in float64 so."""
         rows = slice(first_row, first_row + weight_rows.shape[0])
         left, right = self.left[rows], self.right[rows] if self.right.dim() == 3 else self.right
         factor = self.factor[rows] if self.factor is not None and len(self.factor) > 1 else self.factor
-        again = weight_rows.dtype == torch.float64  # by another library, in another order
-        product = torch.from_numpy(left.double().numpy() @ right.double().numpy()) if again else left @ right
+        again = weight_rows.dtype == torch.float64  # for the proof
+        product = left.double() @ right.double() if again else left @ right
         folded = torch.add(weight_rows if again else weight_rows.float(), product, alpha=self.scale)
         return folded if factor is None else folded.mul_(factor)
 
@@ -257,7 +257,6 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Comparison:
 
 
 @torch.no_grad()
-@one_thread()
 def logits_by_block(model: nn.Module, read: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Logits (T, V), fp32, of ``model`` (meta) for ``tokens`` (1, T): a block at a time, of the embedding the tokens'
     rows, of a plain head a few rows at a time. ``read(name, start, stop)``: elements of a flattened parameter."""
@@ -286,6 +285,7 @@ def logits_by_block(model: nn.Module, read: Callable[..., torch.Tensor], tokens:
 
 
 @torch.no_grad()
+@one_thread()
 def prove(inputs: Any, folder: Path, outputs: Outputs) -> tuple[Comparison, dict[str, Any], list[str]]:
     """Read every tensor of ``folder`` again: each must be, bit for bit, what the exact one of ``inputs`` (of a job)
     rounds to. Then compare logits on their tokens (1, T) with their reference (T, V; None: of the unmerged tensors),
@@ -305,7 +305,7 @@ def prove(inputs: Any, folder: Path, outputs: Outputs) -> tuple[Comparison, dict
     changes = {output.name: _compare_bits(output, written[output.name], base[output.name]) for output in outputs}
     for name, block in ((each, block) for each in exact.folded for block in row_blocks(names.weights.shapes[each])):
         folded, again = (exact.read(name, *block, compute=dtype) for dtype in (None, torch.float64))
-        if not (folded - again).abs().max() <= FACTS["fold_relative"] * again.abs().max():
+        if not (folded - again).abs_().max() <= FACTS["fold_relative"] * again.abs_().max():
             raise refusal("folded_wrong", name=name)
     found = logits_by_block(model, weights.read, tokens)
     is_same = inputs.compute == torch.float32 and all(output.dtype == output.exact_dtype for output in outputs)

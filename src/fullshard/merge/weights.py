@@ -326,7 +326,6 @@ def prove(inputs: Any, folder: Path, outputs: Outputs) -> tuple[Comparison, dict
     return stored, facts, [*lines, stored.line]
 
 
-@one_thread()
 def _compare_bits(output: OutputTensor, written: FileTensor, base: FileTensor) -> float:
     """How far (Euclidean) a tensor's old rows are from the base's. MergeError unless it is written, bit for bit."""
     position, squares = 0, 0.0

@@ -1,15 +1,14 @@
 """Planned beside measured on this CPU: a rank's peak memory over its start, and seconds of a step after a probe.
 
-    python benchmarks/plan.py [--only WORD] [--no-time] [--quick]
-    python benchmarks/plan.py --pool RUN1.json RUN2.json ...     medians of several runs, by configuration
+    python benchmarks/plan.py [--repeats 3] [--only WORD] [--no-time] [--quick]
 
 Models of 12 to 135 M parameters with random weights, SmolLM2's tokenizer, GSM8K; 1, 2 and 4 ranks, both engines, full
 and LoRA, fp32 and bf16, with and without recomputation: 58 configurations. Measured: VmHWM of the hungriest rank less
 what it had before the model (metrics.jsonl: memory_bytes, start_bytes). Planned: the larger of the moments load and
-train, less what torch, transformers, peft and gloo take before the model. Time: ``probe_run`` against the median step
-of a run of 8 steps started afterwards.
-About 37 minutes on 2 quiet cores; memory does not mind other work beside it (--no-time). Writes
-results/plan_HARDWARE_DATE.json.
+train, less what torch, transformers, peft and gloo take before the model. A peak varies by some percent between runs:
+all configurations take turns --repeats times, their medians count, all runs are kept. Time: ``probe_run`` against the
+median step of a run of 8 steps started afterwards, in the first turn.
+About 37 minutes on 2 quiet cores for the first turn, 25 for each other. Writes results/plan_HARDWARE_DATE.json.
 """
 
 from __future__ import annotations
@@ -102,83 +101,65 @@ def recipe(one: dict[str, Any], model: Path, rows: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(one: dict[str, Any], model: Path, rows: Path, folder: Path, with_time: bool) -> dict[str, Any]:
-    """The configuration's planned and measured bytes, and seconds where it is timed."""
+def measure(one: dict[str, Any], model: Path, rows: Path, folder: Path, probes: bool) -> dict[str, Any]:
+    """The configuration's planned and measured bytes; ``probes``: of a timed one seconds, too."""
     import yaml
 
     given = recipe(one, model, rows)
-    timed = one["timed"] and with_time
     probed = None
-    if timed:
+    if one["timed"]:
+        given["train"]["max_steps"] = 8
+    if one["timed"] and probes:
         from fullshard import probe_run
 
         folder.mkdir(parents=True)
         (folder / "probe.yaml").write_text(yaml.safe_dump({**given, "output": str(folder / "probe")}))
-        plan = probe_run(folder / "probe.yaml", ["train.max_steps=8"], one["ranks"])
-        probed = statistics.harmonic_mean(plan.tokens_per_second)
-        given["train"]["max_steps"] = 8
+        probed = statistics.harmonic_mean(probe_run(folder / "probe.yaml", (), one["ranks"]).tokens_per_second)
     run = train(given, one["ranks"], folder / "run")
     plan = json.loads((folder / "run" / "run" / "plan.json").read_text())
-    planned = max(plan["moments"]["load"], plan["moments"]["train"]) - CPU_PROCESS_BYTES
     last = run["steps"][-1]
-    measured = last["memory_bytes"] - last["start_bytes"]
-    found = {**one, "planned_bytes": planned, "measured_bytes": measured, "start_bytes": last["start_bytes"]}
-    found["measured_runs"] = [measured]
-    found |= {"error": planned / measured - 1, "lines": {line["cause"]: line["bytes"] for line in plan["lines"]}}
-    if timed:
+    found = {**one, "planned_bytes": max(plan["moments"]["load"], plan["moments"]["train"]) - CPU_PROCESS_BYTES}
+    found |= {"start_bytes": last["start_bytes"], "measured_runs": [last["memory_bytes"] - last["start_bytes"]]}
+    found["lines"] = {line["cause"]: line["bytes"] for line in plan["lines"]}
+    if probed:
         speed = statistics.median(step["tokens_per_second"] for step in run["steps"][1:])
         found |= {"probed_tokens_per_second": probed, "tokens_per_second": speed, "time_error": probed / speed - 1}
     return found
 
 
-def pool(files: list[Path]) -> list[dict[str, Any]]:
-    """The configurations of the last file, measured: the median of all files' (a peak varies by some percent)."""
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    runs = [run["configurations"] if isinstance(run, dict) else run for run in runs]
-
-    def known(one: dict[str, Any]) -> str:
-        is_timed = "time_error" in one  # 8 steps instead of 3
-        return json.dumps([is_timed, *(one.get(key) for key in ("windows", *NAMED))])
-
-    for last in (one for one in runs[-1] if "error" in one):
-        of_one = [one for run in runs for one in run if known(one) == known(last) and "error" in one]
-        last["measured_runs"] = [value for one in of_one for value in one["measured_runs"]]
-        last["measured_bytes"] = statistics.median(last["measured_runs"])
-        last["error"] = last["planned_bytes"] / last["measured_bytes"] - 1
-    return runs[-1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each configuration; their median counts")
     parser.add_argument("--only", default="", help="configurations whose description has this word")
     parser.add_argument("--no-time", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="four configurations, printed and not kept")
+    parser.add_argument("--quick", action="store_true", help="four configurations once, printed and not kept")
     parser.add_argument("--rows", type=Path)
-    parser.add_argument("--pool", type=Path, nargs="+", help="results or parts of earlier runs; nothing is run")
     arguments = parser.parse_args()
-    if arguments.pool:
-        return summarise(pool(arguments.pool), keep=True)
     source = next(path for path in [arguments.rows, *GSM8K] if path and path.is_file())
     folder = Path(tempfile.mkdtemp(prefix="fullshard_plan_"))
     chosen = [one for one in configurations() if arguments.only in " ".join(map(str, one.values()))]
     chosen = chosen[:: max(1, len(chosen) // 4)] if arguments.quick else chosen
-    rows, found = folder / "rows.jsonl", []
+    rows, found = folder / "rows.jsonl", [dict(one) for one in chosen]
     rows.write_text("".join(source.read_text().splitlines(keepends=True)[:300]))
     try:
-        for number, one in enumerate(chosen):
-            model = make_model(one["model"], folder / one["model"])
+        for turn, number in itertools.product(range(1 if arguments.quick else arguments.repeats), range(len(chosen))):
+            one, kept = chosen[number], found[number]
             words = " ".join(str(one[key]) for key in NAMED)
             try:
-                found.append(last := measure(one, model, rows, folder / f"{number}", not arguments.no_time))
+                model = make_model(one["model"], folder / one["model"])
+                last = measure(one, model, rows, folder / f"{number}", probes=turn == 0 and not arguments.no_time)
             except (RuntimeError, UserError) as error:  # a fact too; the others go on
-                found.append({**one, "failed": str(error)})
+                kept["failed"] = str(error)
                 print(f"{words}: {error}", flush=True)
                 continue
             finally:
                 shutil.rmtree(folder / f"{number}", ignore_errors=True)
-                PARTS.write_text(json.dumps(found, indent=1))
-            line = f"{words}: planned {last['planned_bytes'] / 1e6:.0f} MB, measured {last['measured_bytes'] / 1e6:.0f}"
-            line += f" ({last['error']:+.1%})"
+            runs = kept.get("measured_runs", []) + last["measured_runs"]
+            kept |= (last if turn == 0 else {}) | {"measured_runs": runs, "measured_bytes": statistics.median(runs)}
+            kept["error"] = kept["planned_bytes"] / kept["measured_bytes"] - 1
+            PARTS.write_text(json.dumps(found, indent=1))
+            line = f"{words}: planned {last['planned_bytes'] / 1e6:.0f} MB, measured {runs[-1] / 1e6:.0f}"
+            line += f" (median {kept['error']:+.1%})"
             print(line + (f", step time {last['time_error']:+.1%}" if "time_error" in last else ""), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 import torch
@@ -267,10 +268,12 @@ def logits_by_block(model: nn.Module, read: Callable[..., torch.Tensor], tokens:
     embedding.weight, embedding.padding_idx = nn.Parameter(torch.stack(rows).float()), None
 
     def fetch(name: str, value: nn.Parameter) -> torch.Tensor:
-        made = torch.empty(value.shape) if value.is_meta else value
-        for start, stop in row_blocks(value.shape) if value.is_meta else ():
-            made.view(-1)[start:stop] = read(name, start, stop)
-        return made
+        if not value.is_meta:
+            return value
+        made = torch.frombuffer(mmap(-1, 4 * value.numel()), dtype=torch.float32)  # glibc's heap would keep holes
+        for start, stop in row_blocks(value.shape):
+            made[start:stop] = read(name, start, stop)
+        return made.view(value.shape)
 
     def by_rows(hidden: torch.Tensor) -> torch.Tensor:
         rows = (read(f"{names[head]}.weight", *block).float() for block in row_blocks(head.weight.shape))

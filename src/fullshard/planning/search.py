@@ -272,20 +272,19 @@ def _finish(config: RunConfig, num_ranks: int, facts: Facts, choice: Choice, mea
     layout = f"{num_ranks} rank{'s' * (num_ranks > 1)} x {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     known = {**dict(config), **vars(facts), **vars(choice), "peak": choice.peak_bytes, "usable": usable}
     return Plan(
-        method=config.method, ranks=num_ranks, device=machine.kind, precision=job.precision, engine=job.engine,
-        micro_batch=choice.micro_batch, recompute=job.recompute, reduce_each=choice.reduce_each, lines=lines,
-        moments=choice.moments | saving, timeline=(timeline := step_timeline(lines, choice.moments["load"])),
-        peak=find_peak(timeline, lines, choice.moments), peak_bytes=choice.peak_bytes, usable_bytes=usable,
-        fits=choice.peak_bytes <= usable, rows=len(volume.lengths), tokens=int(volume.lengths.sum()),
-        longest=job.longest, is_estimate=volume.is_estimate, is_assumed=bool(volume.assumption), saves_beside=beside,
-        num_steps=work.num_steps, micro_batches=micro_batches, batch=f"{step} = {layout}", device_hours=hours,
-        seconds_low=low, seconds_high=high, step_seconds=(quick, slow), kernel_seconds=numbers["seconds"],
-        tokens_per_second=(work.step_tokens / slow, work.step_tokens / quick), price=price, currency=facts.currency,
-        cost=(hours[0] * price, hours[1] * price) if price else None, card="" if machine.is_here else card.name,
-        explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
+        method=config.method, device=machine.kind, usable_bytes=usable, longest=job.longest, currency=facts.currency,
+        ranks=num_ranks, micro_batch=choice.micro_batch, reduce_each=choice.reduce_each, is_estimate=volume.is_estimate,
+        precision=job.precision, recompute=job.recompute, num_steps=work.num_steps, step_seconds=(quick, slow),
+        engine=job.engine, explained={name: formula.format(**numbers) for name, formula in EXPLAIN["formulas"].items()},
+        lines=lines, saves_beside=beside, device_hours=hours, seconds_low=low, seconds_high=high, price=price,
+        moments=choice.moments | saving, disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
+        timeline=(timeline := step_timeline(lines, choice.moments["load"])), card="" if machine.is_here else card.name,
+        peak=find_peak(timeline, lines, choice.moments), cost=(hours[0] * price, hours[1] * price) if price else None,
+        peak_bytes=choice.peak_bytes, rows=len(volume.lengths), micro_batches=micro_batches, batch=f"{step} = {layout}",
+        fits=choice.peak_bytes <= usable, tokens=int(volume.lengths.sum()), kernel_seconds=numbers["seconds"],
+        is_assumed=bool(volume.assumption), tokens_per_second=(work.step_tokens / slow, work.step_tokens / quick),
         checked_rows=EFFICIENCY["devices"]["checked"].get(card.name, 0) if card and job.compute_bytes < 4 else 0,
         notes=tuple(render("notes.txt", **known, is_shipped=shapes.shipped_config(config.model.path)).splitlines()),
-        disk_bytes=numbers["disk_bytes"], host_bytes=numbers["host_bytes"],
     )  # fmt: skip
 
 

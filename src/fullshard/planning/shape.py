@@ -68,16 +68,15 @@ def shape_of(model: nn.Module) -> ModelShape:
     head_dim = _first(settings, "head_dim") or settings.hidden_size // heads
     key_heads = _first(settings, "num_key_value_heads") or heads
     return ModelShape(
-        parameters=sum(sizes), num_layers=len(blocks), block=max(block_sizes), blocks=sum(block_sizes),
-        active_block_matrices=sum(_active_matrices(block, settings) for block in blocks), embedding=embeddings,
-        head=sum(sizes) - sum(block_sizes) - embeddings, mlp_copies=_mlp_copies(blocks[0], settings),
-        attention_width=heads * head_dim, key_value_width=key_heads * head_dim, hidden_size=settings.hidden_size,
-        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1), num_heads=heads,
-        norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
-        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()), head_matrix=head_matrix,
-        eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
-        max_positions=_first(settings, "max_position_embeddings", "n_positions"),
-        largest_tensor=max(sizes), vocab_size=head_matrix // settings.hidden_size, tied=is_tied(model),
+        parameters=sum(sizes), embedding=embeddings, num_heads=heads, tied=is_tied(model),
+        num_layers=len(blocks), eager_attention=getattr(model.config, "_attn_implementation", None) == "eager",
+        block=max(block_sizes), mlp_copies=_mlp_copies(blocks[0], settings), hidden_size=settings.hidden_size,
+        blocks=sum(block_sizes), active_block_matrices=sum(_active_matrices(block, settings) for block in blocks),
+        head=sum(sizes) - sum(block_sizes) - embeddings, vocab_size=head_matrix // settings.hidden_size,
+        attention_width=heads * head_dim, max_positions=_first(settings, "max_position_embeddings", "n_positions"),
+        key_value_width=key_heads * head_dim, norm_width=_norm_width(blocks[0], heads * head_dim, key_heads * head_dim),
+        intermediate_size=intermediate * (_first(settings, "num_experts_per_tok") or 1), head_matrix=head_matrix,
+        fused_norms=any(isinstance(module, nn.LayerNorm) for module in blocks[0].modules()), largest_tensor=max(sizes),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ Outputs, Adapters = list["OutputTensor"], dict[str, Callable[[], "Adapter"]]
 SHARD_SIZE = "1GB"
 FACTS = read_table("merge/proof.yaml")
 MEAN_KL = 1e-3  # nats: of the folder from the training state, as it computed or as its masters are
-BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32: larger ones leave holes in glibc's heap
+BLOCK_ELEMENTS = 1 << 18  # 1 MB in fp32: larger ones leave holes in glibc's heap
 
 
 class ModelNames:

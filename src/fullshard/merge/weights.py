@@ -268,16 +268,16 @@ def logits_by_block(model: nn.Module, read: Callable[..., torch.Tensor], tokens:
     embedding.weight, embedding.padding_idx = nn.Parameter(torch.stack(rows).float()), None
 
     def fetch(name: str, value: nn.Parameter) -> torch.Tensor:
-        if not value.is_meta:
-            return value
         made = torch.frombuffer(mmap(-1, 4 * value.numel()), dtype=torch.float32)  # glibc's heap would keep holes
-        for start, stop in row_blocks(value.shape):
+        for start, stop in row_blocks(value.shape) if value.is_meta else ():
             made[start:stop] = read(name, start, stop)
-        return made.view(value.shape)
+        return made.view(value.shape) if value.is_meta else value
 
     def by_rows(hidden: torch.Tensor) -> torch.Tensor:
-        rows = (read(f"{names[head]}.weight", *block).float() for block in row_blocks(head.weight.shape))
-        logits = torch.cat([nn.functional.linear(hidden, each.view(-1, hidden.shape[-1])) for each in rows], -1)
+        logits, width = hidden.new_empty(*hidden.shape[:-1], head.weight.shape[0]), head.weight.shape[1]
+        for start, stop in row_blocks(head.weight.shape):  # results of their own between blocks would make holes
+            rows = read(f"{names[head]}.weight", start, stop).float().view(-1, width)
+            logits[..., start // width : stop // width] = nn.functional.linear(hidden, rows)
         return logits if head.bias is None else logits + fetch(f"{names[head]}.bias", head.bias)
 
     hook = embedding.register_forward_pre_hook(lambda _, given: torch.searchsorted(ids, given[0]))

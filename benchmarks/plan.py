@@ -154,10 +154,10 @@ def main() -> None:
                 continue
             finally:
                 shutil.rmtree(folder / f"{number}", ignore_errors=True)
+                PARTS.write_text(json.dumps(found, indent=1))
             runs = kept.get("measured_runs", []) + last["measured_runs"]
-            kept |= (last if turn == 0 else {}) | {"measured_runs": runs, "measured_bytes": statistics.median(runs)}
+            kept |= {**last, **kept, "measured_runs": runs, "measured_bytes": statistics.median(runs)}
             kept["error"] = kept["planned_bytes"] / kept["measured_bytes"] - 1
-            PARTS.write_text(json.dumps(found, indent=1))
             line = f"{words}: planned {last['planned_bytes'] / 1e6:.0f} MB, measured {runs[-1] / 1e6:.0f}"
             line += f" (median {kept['error']:+.1%})"
             print(line + (f", step time {last['time_error']:+.1%}" if "time_error" in last else ""), flush=True)
